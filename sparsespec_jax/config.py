@@ -1,0 +1,145 @@
+"""How the engine runs: frozen dataclasses, one per concern, checked when they are made."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, Literal, get_args
+
+Overlap = Literal["resident", "sync"]
+Verification = Literal["coupled", "rejection"]
+Method = Literal["pillar", "none"]
+ScoreRule = Literal["paper"]
+Implementation = Literal["auto", "pallas", "xla"]
+
+
+@dataclasses.dataclass(frozen=True)
+class SpeculationConfig:
+    """How tokens are drafted and verified. None of this changes what is generated, only how fast.
+
+    Attributes:
+      method: `pillar` drafts with sparse attention over the positions that the last verification
+        scored highest (PillarAttn, SparseSpec 2026); `none` is plain decoding.
+      k: tokens drafted in a cycle, 1 to 15.
+      sparsity: share of the KV cache that a draft reads.
+      min_budget: positions that a draft reads at least, whatever the share.
+      score_rule: how the scores of a verification's queries combine into one ranking.
+      verification: `coupled` shares the sampling noise between draft and target, so that the
+        output is a function of prompt, parameters and seed alone; `rejection` is the standard rule
+        (Leviathan et al., 2023).
+    """
+
+    method: Method = "pillar"
+    k: int = 8
+    sparsity: float = 0.05
+    min_budget: int = 128
+    score_rule: ScoreRule = "paper"
+    verification: Verification = "coupled"
+
+    def __post_init__(self):
+        _check_choice("method", self.method, Method)
+        _check_choice("score_rule", self.score_rule, ScoreRule)
+        _check_choice("verification", self.verification, Verification)
+        _check_int("k", self.k, 1, 15)
+        _check_int("min_budget", self.min_budget, 1)
+        _check_float("sparsity", self.sparsity, 0.0, 1.0, open_low=True)
+
+    def budget(self, context: int) -> int:
+        """Positions that a draft over `context` cached tokens reads."""
+        return min(context, max(self.min_budget, math.ceil(self.sparsity * context)))
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineConfig:
+    """Sizes and modes of the engine.
+
+    Attributes:
+      max_batch: requests that run at once.
+      max_context: tokens of prompt and output that one request may hold; None: what the model was
+        trained for.
+      kv_cache_memory: device memory for the KV pool: a fraction (0, 1) of what is free once the
+        weights are loaded, or a number of bytes. None: 0.85 on a GPU; on a CPU, what `max_batch`
+        full contexts need, up to 2 GiB.
+      dtype: of weights and KV cache: `auto` (the checkpoint's; float32 on a CPU), `float32`,
+        `bfloat16` or `float16`.
+      prefill_chunk: prompt tokens in one row of a prefill; 1 or more, a multiple of 16 on a GPU.
+      prefill_rows: prefill rows in one step, so a step takes up to `prefill_chunk * prefill_rows`
+        prompt tokens.
+      overlap: `resident` dispatches ahead of the results; `sync` waits for each step (debugging).
+      implementation: of the kernels: `pallas` on GPUs and `xla` elsewhere by default.
+      batch_buckets, context_buckets: row counts and context widths that steps are compiled for;
+        None: powers of four, up to `max_batch` and `max_context`.
+      seed: the seeds of requests without one derive from it; None: from the operating system.
+      compilation_cache_dir: keeps compiled steps between runs; None: what jax is set to.
+    """
+
+    max_batch: int = 64
+    max_context: int | None = None
+    kv_cache_memory: float | int | None = None
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    prefill_chunk: int = 128
+    prefill_rows: int = 4
+    overlap: Overlap = "resident"
+    implementation: Implementation = "auto"
+    batch_buckets: tuple[int, ...] | None = None
+    context_buckets: tuple[int, ...] | None = None
+    seed: int | None = None
+    compilation_cache_dir: str | None = None
+
+    def __post_init__(self):
+        _check_int("max_batch", self.max_batch, 1, 4096)
+        if self.max_context is not None:
+            _check_int("max_context", self.max_context, 2)
+        _check_memory(self.kv_cache_memory)
+        if self.dtype not in ("auto", "float32", "bfloat16", "float16"):
+            raise ValueError(
+                f"dtype must be one of auto, float32, bfloat16, float16, got {self.dtype!r}"
+            )
+        _check_int("prefill_chunk", self.prefill_chunk, 1)
+        _check_int("prefill_rows", self.prefill_rows, 1)
+        _check_choice("overlap", self.overlap, Overlap)
+        _check_choice("implementation", self.implementation, Implementation)
+        for name in ("batch_buckets", "context_buckets"):
+            _check_buckets(name, getattr(self, name))
+        if self.seed is not None:
+            _check_int("seed", self.seed, 0, 2**64 - 1)
+
+
+def _check_choice(name: str, value: Any, choices: Any) -> None:
+    if value not in get_args(choices):
+        raise ValueError(f"{name} must be one of {', '.join(get_args(choices))}, got {value!r}")
+
+
+def _check_int(name: str, value: Any, low: int, high: int | None = None) -> None:
+    allowed = f"at least {low}" if high is None else f"from {low} to {high}"
+    is_int = isinstance(value, int) and not isinstance(value, bool)
+    if not is_int or value < low or (high is not None and value > high):
+        raise ValueError(f"{name} must be an integer {allowed}, got {value!r}")
+
+
+def _check_float(name: str, value: Any, low: float, high: float, open_low: bool = False) -> None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    inside = is_number and (low < value if open_low else low <= value) and value <= high
+    if not inside:
+        bracket = "(" if open_low else "["
+        raise ValueError(f"{name} must be a number in {bracket}{low}, {high}], got {value!r}")
+
+
+def _check_memory(value: Any) -> None:
+    if value is None:
+        return
+    fraction = isinstance(value, float) and 0 < value < 1
+    size = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    if not (fraction or size):
+        raise ValueError(
+            "kv_cache_memory must be a fraction in (0, 1) or a positive number of bytes, "
+            f"got {value!r}"
+        )
+
+
+def _check_buckets(name: str, value: Any) -> None:
+    if value is None:
+        return
+    increasing = all(low < high for low, high in zip(value, value[1:], strict=False))
+    if not value or not increasing or not all(isinstance(v, int) and v > 0 for v in value):
+        raise ValueError(f"{name} must be increasing positive integers, got {value!r}")

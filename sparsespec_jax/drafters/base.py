@@ -1,0 +1,48 @@
+"""What the step asks of a drafter."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+import jax
+from pallas_kernels import DraftRows
+
+
+class Verified(NamedTuple):
+    """The rows that got exact scores in a step: verify rows, then prefills. E rows, Q = k + 1.
+
+    row: [E] int32 batch row; the trash row where there is nothing to learn.
+    scores: [layers, E, kv_heads, Q, context] probabilities that each query gave each position,
+      mean over the query heads of a group; zero for queries that do not exist.
+    queries: [E] int32 queries that exist, from the front.
+    start: [E] int32 position of the first scored query.
+    accepted: [E] int32 drafts that were accepted (0 for prefills).
+    length: [E] int32 tokens of the row after the step; the last one's KV is not written yet.
+    """
+
+    row: jax.Array
+    scores: jax.Array
+    queries: jax.Array
+    start: jax.Array
+    accepted: jax.Array
+    length: jax.Array
+
+
+class Drafter(Protocol):
+    """Chooses what drafts attend to. Drafts may be wrong: verification keeps the output exact.
+
+    k: drafts in a cycle; 0 for plain decoding.
+    max_recent: most positions from a draft's `recent_start` to its own.
+    """
+
+    k: int
+    max_recent: int
+
+    def init_state(self, rows: int) -> Any:
+        """The drafter's part of the device state, for `rows` batch rows."""
+
+    def draft_rows(self, state: Any, row: jax.Array, position: jax.Array) -> DraftRows:
+        """What the draft queries of batch rows `row` [D] at `position` [D] attend to."""
+
+    def update(self, state: Any, verified: Verified) -> Any:
+        """Learn from a verification, once it is known what was accepted."""

@@ -1,0 +1,84 @@
+"""PillarAttn (SparseSpec, MLSys 2026): draft with the positions that verification found important.
+
+Every verification attends to the whole context anyway. Its probabilities rank the positions, per
+layer and KV head, and the best of them are what the row's next drafts attend to, together with
+every position from the verification's first query on. The first list comes from the last queries
+of the prompt, so that the first cycle is sparse already.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import DraftRows, select_positions
+from sparsespec_jax.config import Implementation, SpeculationConfig
+from sparsespec_jax.drafters.base import Verified
+from sparsespec_jax.drafters.score_rules import SCORE_RULES
+from sparsespec_jax.models.config import ModelConfig
+
+
+class PillarState(NamedTuple):
+    """R batch rows, K the largest list.
+
+    selected: [layers, R, kv_heads, K] int32 positions, never slots, ascending.
+    count: [R] int32 live entries of each list.
+    recent_start: [R] int32; drafts attend to every position from here on.
+    """
+
+    selected: jax.Array
+    count: jax.Array
+    recent_start: jax.Array
+
+
+class PillarDrafter:
+    def __init__(
+        self,
+        model: ModelConfig,
+        speculation: SpeculationConfig,
+        max_context: int,
+        implementation: Implementation = "auto",
+    ):
+        self.k = speculation.k
+        # k + 1 tokens since the verification's first query, and up to k drafts behind them.
+        self.max_recent = 2 * speculation.k + 1
+        self._speculation = speculation
+        self._shape = (model.num_layers, model.num_kv_heads, speculation.budget(max_context))
+        self._rule = SCORE_RULES[speculation.score_rule]
+        self._implementation = implementation
+
+    def init_state(self, rows: int) -> PillarState:
+        layers, heads, width = self._shape
+        return PillarState(
+            selected=jnp.zeros((layers, rows, heads, width), jnp.int32),
+            count=jnp.zeros(rows, jnp.int32),
+            recent_start=jnp.zeros(rows, jnp.int32),
+        )
+
+    def draft_rows(self, state: PillarState, row: jax.Array, position: jax.Array) -> DraftRows:
+        return DraftRows(row, position, state.selected, state.count, state.recent_start)
+
+    def update(self, state: PillarState, verified: Verified) -> PillarState:
+        ranking = self._rule(verified)
+        context, width = ranking.shape[-1], min(self._shape[2], ranking.shape[-1])
+        start = jnp.minimum(verified.start, context)
+        count = self._selected_count(verified, start, width)
+        selected = select_positions(
+            ranking, start, count, k=width, implementation=self._implementation
+        )
+        row = verified.row
+        return PillarState(
+            selected=state.selected.at[:, row, :, :width].set(selected),
+            count=state.count.at[row].set(count),
+            recent_start=state.recent_start.at[row].set(verified.start),
+        )
+
+    def _selected_count(self, verified: Verified, candidates: jax.Array, width: int) -> jax.Array:
+        """Budget of the context less the recent positions, which every draft attends to anyway."""
+        speculation, cached = self._speculation, verified.length - 1
+        share = jnp.ceil(speculation.sparsity * cached).astype(jnp.int32)
+        budget = jnp.maximum(speculation.min_budget, share)
+        recent = cached - verified.start
+        return jnp.clip(budget - recent, 0, jnp.minimum(candidates, width))

@@ -1,0 +1,111 @@
+"""The static shapes that steps are compiled for: few, and derived from the configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from sparsespec_jax.engine.plan import Bucket, PlanLayout, ResultLayout
+from sparsespec_jax.engine.request import Request
+
+LOGPROB_WIDTHS = (0, 5, 20)
+
+
+class Buckets:
+    """Picks the bucket of a step.
+
+    Decoding rows come in a few batch sizes. A lone row drafts or verifies; a batch of b rows has
+    room for b drafts and, since rows are spread over the phases of the cycle, about b / (k + 1)
+    verifications.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_batch: int,
+        max_context: int,
+        k: int,
+        chunk: int,
+        prefill_rows: int,
+        batch_buckets: tuple[int, ...] | None = None,
+        context_buckets: tuple[int, ...] | None = None,
+    ):
+        self.max_batch = max_batch
+        self.k = k
+        self.chunk = chunk
+        self.prefill_rows = prefill_rows
+        self._batches = _up_to(max_batch, batch_buckets or _powers_of_four(1, max_batch))
+        # Drafts of a full-length row sit up to k positions past the longest context.
+        self.width = -(-(max_context + k + 1) // 128) * 128
+        contexts = context_buckets or _powers_of_four(min(1024, self.width), self.width)
+        self._contexts = _up_to(self.width, contexts)
+
+    def most_verifies(self, rows: int) -> int:
+        """Verify rows that a step of `rows` decoding rows has room for."""
+        if rows == 0:
+            return 0
+        batch = _at_least(self._batches, rows)
+        return batch if self.k == 0 else -(-batch // (self.k + 1))
+
+    def smallest(
+        self,
+        drafts: int,
+        verifies: int,
+        prefill: bool,
+        context: int,
+        requests: Iterable[Request],
+    ) -> Bucket:
+        """The bucket for so many rows, positions below `context`, and what `requests` ask for."""
+        rows = drafts + verifies
+        batch = _at_least(self._batches, rows) if rows else 0
+        lone = batch == 1
+        logprobs = max(
+            (-1 if r.params.logprobs is None else r.params.logprobs for r in requests), default=-1
+        )
+        return Bucket(
+            drafts=0 if self.k == 0 or (lone and not drafts) else batch,
+            verifies=0 if lone and not verifies else self.most_verifies(rows),
+            chunks=self.prefill_rows if prefill else 0,
+            context=_at_least(self._contexts, context),
+            filters=any(r.params.uses_filters for r in requests),
+            penalties=any(r.params.uses_penalties for r in requests),
+            logprobs=logprobs if logprobs < 0 else _at_least(LOGPROB_WIDTHS, logprobs),
+        )
+
+    def main(self) -> list[Bucket]:
+        """What ordinary traffic uses, for warming up: without filters, penalties and logprobs."""
+        decoding = {Bucket(0, 0, 0, 0)}
+        for batch in self._batches:
+            verifies = self.most_verifies(batch)
+            if batch == 1 and self.k:
+                decoding |= {Bucket(1, 0, 0, 0), Bucket(0, verifies, 0, 0)}
+            else:
+                decoding.add(Bucket(batch if self.k else 0, verifies, 0, 0))
+        return sorted(
+            bucket._replace(chunks=chunks, context=context)
+            for bucket in decoding
+            for chunks in (0, self.prefill_rows)
+            for context in self._contexts
+            if chunks or bucket.drafts or bucket.verifies
+        )
+
+    def layout(self, bucket: Bucket) -> PlanLayout:
+        return PlanLayout(bucket, self.k + 1, self.chunk, self.max_batch)
+
+    def result_layout(self, bucket: Bucket) -> ResultLayout:
+        return ResultLayout(self.k + 1, bucket.logprobs)
+
+
+def _powers_of_four(first: int, last: int) -> tuple[int, ...]:
+    sizes = [first]
+    while sizes[-1] < last:
+        sizes.append(min(sizes[-1] * 4, last))
+    return tuple(sizes)
+
+
+def _up_to(largest: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """`sizes` below `largest`, and `largest` itself."""
+    return (*(size for size in sizes if size < largest), largest)
+
+
+def _at_least(sizes: tuple[int, ...], size: int) -> int:
+    return next(candidate for candidate in sizes if candidate >= size)

@@ -1,0 +1,347 @@
+"""The engine: tokens in, tokens out, one thread that keeps the device busy.
+
+The thread plans and dispatches step i + 1 while step i runs, and reads the result of step i after
+that. Nothing it needs for planning is on the device: see `scheduler.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import logging
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import jax
+import numpy as np
+
+from sparsespec_jax.config import EngineConfig, SpeculationConfig
+from sparsespec_jax.engine.buckets import Buckets
+from sparsespec_jax.engine.executor import DispatchStats, Executor
+from sparsespec_jax.engine.plan import NON_FINITE, StepResult
+from sparsespec_jax.engine.request import Request, RequestStats, TokenEvent, TokenLogprobs
+from sparsespec_jax.engine.scheduler import Emitting, PlannedStep, Scheduler
+from sparsespec_jax.kv.allocator import SlotAllocator
+from sparsespec_jax.kv.pool import pool_slots
+from sparsespec_jax.models.config import ModelConfig
+from sparsespec_jax.models.parameters import Params, check_params
+from sparsespec_jax.parallel.sharding import Placement
+from sparsespec_jax.sampling.params import SamplingParams, validate_for_model
+from sparsespec_jax.sampling.verification import LENGTH, RUNNING, STOPPED
+
+logger = logging.getLogger(__name__)
+
+FINISH_REASONS = {RUNNING: None, STOPPED: "stop", LENGTH: "length", NON_FINITE: "error"}
+STEPS_IN_FLIGHT = {"resident": 1, "sync": 0}  # dispatched, unread steps when the next is planned
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineStats:
+    """A snapshot of the engine: requests, KV slots, and what its steps did so far."""
+
+    running: int
+    waiting: int
+    slots_used: int
+    slots_reserved: int
+    slots: int
+    output_tokens: int
+    step_tokens: int
+    device_wait_seconds: float
+    dispatch: DispatchStats
+
+
+class Engine:
+    """Generates for any number of requests at once. Thread-safe; events come on its own thread."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        params: Params,
+        config: EngineConfig = EngineConfig(),
+        speculation: SpeculationConfig = SpeculationConfig(),
+        placement: Placement | None = None,
+    ):
+        check_params(params, model)
+        self.model = model
+        self.config = config
+        self.speculation = speculation
+        self.max_context = config.max_context or model.max_position_embeddings
+        if self.max_context > model.max_position_embeddings:
+            raise ValueError(
+                f"max_context={self.max_context} is more than the model's "
+                f"max_position_embeddings={model.max_position_embeddings}"
+            )
+        self.k = 0 if speculation.method == "none" else speculation.k
+        placement = placement or Placement.single_device()
+        self._buckets = Buckets(
+            max_batch=config.max_batch,
+            max_context=self.max_context,
+            k=self.k,
+            chunk=config.prefill_chunk,
+            prefill_rows=config.prefill_rows,
+            batch_buckets=config.batch_buckets,
+            context_buckets=config.context_buckets,
+        )
+        dtype = params["embedding"].dtype
+        device = placement.mesh.devices.flat[0]
+        slots = pool_slots(model, config, self._buckets.width, dtype, device)
+        self._executor = Executor(
+            model, params, config, speculation, self._buckets, slots, placement
+        )
+        self._slots = slots
+        self._reset_host()
+
+        self._entropy = secrets.randbits(64) if config.seed is None else config.seed
+        self._ids = itertools.count()
+        self._wake = threading.Condition()
+        self._inbox: deque[Request] = deque()
+        self._cancelled: set[int] = set()
+        self._closed = False
+        self._thread: threading.Thread | None = None
+
+    def _reset_host(self) -> None:
+        self._allocator = SlotAllocator(self._slots)
+        self._scheduler = Scheduler(
+            self._buckets, self._allocator, eos_ids=self.model.eos_token_ids
+        )
+        self._in_flight: deque[tuple[PlannedStep, jax.Array]] = deque()
+        self._by_id: dict[int, Request] = {}
+        self._output_tokens = self._step_tokens = 0
+        self._device_wait = 0.0
+
+    # What callers use.
+
+    def submit(
+        self,
+        prompt: Sequence[int] | np.ndarray,
+        params: SamplingParams,
+        sink: Callable[[TokenEvent], None],
+        *,
+        seed: int | None = None,
+    ) -> Request:
+        """Queue one completion of `prompt` (token ids).
+
+        Args:
+          sink: called with every event, on the engine's thread: it must be quick and not raise.
+          seed: overrides `params.seed`; `params.n` is the caller's business.
+
+        Raises ValueError if the request can never run, RuntimeError if the engine is closed.
+        """
+        request_id = next(self._ids)
+        if seed is None:
+            seed = params.seed
+        if seed is None:
+            seed = (self._entropy + request_id * 0x9E3779B97F4A7C15) % 2**64
+        prompt = self._check_prompt(prompt)
+        validate_for_model(params, self.model.vocab_size)
+        request = Request(
+            request_id, prompt, params, seed, self._max_length(len(prompt), params), sink
+        )
+        with self._wake:
+            if self._closed:
+                raise RuntimeError("the engine is closed")
+            self._inbox.append(request)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+                self._thread.start()
+            self._wake.notify()
+        return request
+
+    def cancel(self, request: Request) -> None:
+        """End a request early; its last event has finish_reason `cancelled`, unless it just ended."""
+        with self._wake:
+            self._cancelled.add(request.request_id)
+            self._wake.notify()
+
+    def close(self) -> None:
+        """Cancel everything and stop the thread. Idempotent."""
+        with self._wake:
+            self._closed = True
+            self._wake.notify()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def warmup(self, progress: Callable | None = None) -> None:
+        """Compile the steps of ordinary traffic. `progress` wraps the list, as tqdm does."""
+        self._executor.warmup(self._buckets.main(), progress)
+
+    def stats(self) -> EngineStats:
+        return EngineStats(
+            running=self._scheduler.running,
+            waiting=self._scheduler.waiting + len(self._inbox),
+            slots_used=self._allocator.used,
+            slots_reserved=self._allocator.reserved,
+            slots=self._allocator.capacity,
+            output_tokens=self._output_tokens,
+            step_tokens=self._step_tokens,
+            device_wait_seconds=self._device_wait,
+            dispatch=dataclasses.replace(self._executor.stats),
+        )
+
+    def _check_prompt(self, prompt: Sequence[int] | np.ndarray) -> np.ndarray:
+        prompt = np.asarray(prompt)
+        if prompt.ndim != 1 or len(prompt) == 0:
+            raise ValueError(
+                f"prompt must be a non-empty list of token ids, got shape {prompt.shape}"
+            )
+        if not np.issubdtype(prompt.dtype, np.integer):
+            raise ValueError(f"prompt must hold integers, got {prompt.dtype}")
+        vocab = self.model.vocab_size
+        if (bad := prompt[(prompt < 0) | (prompt >= vocab)]).size:
+            raise ValueError(f"prompt holds token id {bad[0]}, allowed are 0 to {vocab - 1}")
+        if len(prompt) >= self.max_context:
+            raise ValueError(
+                f"prompt has {len(prompt)} tokens, which leaves no room in the context of "
+                f"{self.max_context}"
+            )
+        return prompt.astype(np.int32)
+
+    def _max_length(self, prompt_length: int, params: SamplingParams) -> int:
+        most = min(self.max_context, self._allocator.capacity - self.k)
+        if params.max_tokens is None:
+            length = most
+        else:
+            length = min(prompt_length + params.max_tokens, self.max_context)
+        if length > most or length <= prompt_length:
+            raise ValueError(
+                f"{prompt_length} prompt tokens and max_tokens={params.max_tokens} can never fit: "
+                f"the KV pool holds {self._allocator.capacity} tokens, {self.k} of them for drafts"
+            )
+        return length
+
+    # The engine's thread.
+
+    def _run(self) -> None:
+        while True:
+            with self._wake:
+                while not (self._inbox or self._cancelled or self._closed or self._busy()):
+                    self._wake.wait()
+                arrived, self._inbox = self._inbox, deque()
+                cancelled, self._cancelled = self._cancelled, set()
+                closed = self._closed
+            try:
+                for request in arrived:
+                    self._by_id[request.request_id] = request
+                    self._scheduler.add(request)
+                if closed:
+                    cancelled = set(self._by_id)
+                for request_id in cancelled & self._by_id.keys():
+                    request = self._by_id[request_id]
+                    self._scheduler.remove(request)
+                    self._finish(request, TokenEvent(request_id, (), finish_reason="cancelled"))
+                if closed:
+                    return
+                self._advance()
+            except Exception as error:
+                self._fail(error)
+
+    def _busy(self) -> bool:
+        return bool(self._by_id or self._in_flight)
+
+    def _advance(self) -> None:
+        """Dispatch one step, then read results until few enough are in flight."""
+        planned = self._scheduler.plan()
+        if planned is not None:
+            result = self._executor.dispatch(planned.bucket, planned.packed)
+            self._in_flight.append((planned, result))
+            self._step_tokens += planned.tokens
+            self._note_admissions(planned)
+        keep = STEPS_IN_FLIGHT[self.config.overlap] if planned is not None else 0
+        while len(self._in_flight) > keep:
+            self._read(*self._in_flight.popleft())
+            if planned is None:
+                break  # something may have become possible
+
+    def _note_admissions(self, planned: PlannedStep) -> None:
+        now = time.monotonic()
+        for request in planned.admitted:
+            request.stats.admitted = now
+
+    def _read(self, planned: PlannedStep, result: jax.Array) -> None:
+        start = time.perf_counter()
+        values = np.asarray(result)
+        self._device_wait += time.perf_counter() - start
+        if not planned.emitting:
+            return
+        unpacked = self._buckets.result_layout(planned.bucket).unpack(values)
+        for emitting in planned.emitting:
+            self._read_row(emitting, unpacked)
+
+    def _read_row(self, emitting: Emitting, result: StepResult) -> None:
+        entry, request = emitting.entry, emitting.row.request
+        emitted, finish = int(result.emitted[entry]), int(result.finish[entry])
+        if not self._scheduler.read(emitting, emitted, finish != RUNNING):
+            return
+        stats = request.stats
+        if emitted:
+            stats.first_token = stats.first_token or time.monotonic()
+            stats.output_tokens += emitted
+            self._output_tokens += emitted
+        if emitted and emitting.n_drafts is not None:
+            stats.count_cycle(self.k, emitting.n_drafts, int(result.accepted[entry]))
+        error = None
+        if finish == NON_FINITE:
+            error = FloatingPointError(
+                f"request {request.request_id}: the model's logits are not finite after "
+                f"{stats.output_tokens} tokens"
+            )
+        if not (emitted or finish):
+            return
+        event = TokenEvent(
+            request.request_id,
+            tuple(result.tokens[entry, :emitted].tolist()),
+            _token_logprobs(request.params, result, entry, emitted),
+            FINISH_REASONS[finish],
+            error,
+        )
+        if finish:
+            self._finish(request, event)
+        else:
+            request.sink(event)
+
+    def _finish(self, request: Request, event: TokenEvent) -> None:
+        request.stats.finished = time.monotonic()
+        del self._by_id[request.request_id]
+        request.sink(event)
+
+    def _fail(self, error: Exception) -> None:
+        """The step itself failed: every request ends with the error, and the engine starts over."""
+        logger.exception("the engine's step failed; %d requests end", len(self._by_id))
+        failed = list(self._by_id.values())
+        self._reset_host()
+        try:
+            self._executor.reset()
+        except Exception as reset_error:
+            logger.exception("the engine could not start over and closes")
+            with self._wake:
+                self._closed = True
+                failed += self._inbox
+                self._inbox.clear()
+            error.add_note(f"starting over failed too: {reset_error!r}")
+        for request in failed:
+            request.stats.finished = time.monotonic()
+            request.sink(TokenEvent(request.request_id, (), finish_reason="error", error=error))
+
+
+def _token_logprobs(
+    params: SamplingParams, result: StepResult, entry: int, emitted: int
+) -> tuple[TokenLogprobs, ...] | None:
+    if params.logprobs is None:
+        return None
+    top = params.logprobs
+    return tuple(
+        TokenLogprobs(
+            float(result.logprobs[entry, i]),
+            tuple(
+                zip(
+                    result.top_ids[entry, i, :top].tolist(),
+                    result.top_logprobs[entry, i, :top].tolist(),
+                    strict=True,
+                )
+            ),
+        )
+        for i in range(emitted)
+    )

@@ -1,0 +1,130 @@
+"""The device side of the engine: parameters, pools and state, and the compiled steps over them."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from sparsespec_jax.config import EngineConfig, SpeculationConfig
+from sparsespec_jax.drafters import make_drafter
+from sparsespec_jax.engine.buckets import Buckets
+from sparsespec_jax.engine.plan import Bucket
+from sparsespec_jax.engine.state import DecodeState, initial_state
+from sparsespec_jax.engine.step import Step
+from sparsespec_jax.kv.pool import make_pools
+from sparsespec_jax.models.config import ModelConfig
+from sparsespec_jax.models.parameters import Params
+from sparsespec_jax.parallel.sharding import Placement
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass
+class DispatchStats:
+    """Steps dispatched, and host seconds spent in dispatching them and in compiling."""
+
+    steps: int = 0
+    dispatch_seconds: float = 0.0
+    compiled: int = 0
+    compile_seconds: float = 0.0
+
+
+class Executor:
+    """Owns every device array of the engine. One thread at a time may use it."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        params: Params,
+        config: EngineConfig,
+        speculation: SpeculationConfig,
+        buckets: Buckets,
+        slots: int,
+        placement: Placement,
+    ):
+        self._model = model
+        self._params = params
+        self._config = config
+        self._speculation = speculation
+        self._buckets = buckets
+        self._slots = slots
+        self._placement = placement
+        self._drafter = make_drafter(model, speculation, buckets.width, config.implementation)
+        self._compiled: dict[Bucket, jax.stages.Compiled] = {}
+        self.stats = DispatchStats()
+        self.reset()
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        return self._params["embedding"].dtype
+
+    def reset(self) -> None:
+        """Start over with an empty pool and no rows."""
+        self._pools = self._state = None  # free the old ones first
+        self._pools = make_pools(self._model, self._slots, self.dtype, self._placement)
+        self._state = jax.jit(self._initial_state, out_shardings=self._placement.replicated)()
+
+    def _initial_state(self) -> DecodeState:
+        rows, k = self._config.max_batch + 1, self._drafter.k
+        hidden = None
+        if self._speculation.verification == "rejection" and k:
+            hidden = jnp.zeros((rows, k, self._model.hidden_size), self.dtype)
+        drafter = self._drafter.init_state(rows)
+        return initial_state(self._config.max_batch, self._buckets.width, drafter, hidden)
+
+    def dispatch(self, bucket: Bucket, packed: np.ndarray) -> jax.Array:
+        """Enqueue a step and return its packed result, whose copy to the host is under way."""
+        step = self.compile(bucket)
+        start = time.perf_counter()
+        self._pools, self._state, result = step(self._params, self._pools, self._state, packed)
+        result.copy_to_host_async()
+        self.stats.dispatch_seconds += time.perf_counter() - start
+        self.stats.steps += 1
+        return result
+
+    def compile(self, bucket: Bucket) -> jax.stages.Compiled:
+        """The compiled step of a bucket, compiled now if it is new."""
+        if bucket not in self._compiled:
+            start = time.perf_counter()
+            self._compiled[bucket] = self.lower(bucket).compile()
+            seconds = time.perf_counter() - start
+            self.stats.compiled += 1
+            self.stats.compile_seconds += seconds
+            logger.info("compiled %s in %.1f s", bucket, seconds)
+        return self._compiled[bucket]
+
+    def lower(self, bucket: Bucket, **kwargs) -> jax.stages.Lowered:
+        """The step of a bucket, lowered; keywords go to `jax.stages.Traced.lower`."""
+        layout = self._buckets.layout(bucket)
+        step = Step(
+            self._model,
+            self._drafter,
+            layout,
+            self._speculation.verification,
+            self._config.implementation,
+        )
+        replicated = self._placement.replicated
+        arguments = self._params, self._pools, self._state
+        arguments = jax.tree.map(_abstract, arguments)
+        packed = jax.ShapeDtypeStruct((layout.size,), jnp.int32, sharding=replicated)
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, arguments[1:])
+        jitted = jax.jit(step, donate_argnums=(1, 2), out_shardings=(*shardings, replicated))
+        return jitted.trace(*arguments, packed).lower(**kwargs)
+
+    def warmup(self, buckets: list[Bucket], progress: Callable | None = None) -> None:
+        """Compile `buckets` ahead of use."""
+        for bucket in progress(buckets) if progress else buckets:
+            self.compile(bucket)
+
+    def update_params(self, params: Params) -> None:
+        self._params = params
+
+
+def _abstract(array: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)

@@ -1,0 +1,94 @@
+"""A request as the engine sees it: tokens in, events out."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from sparsespec_jax.kv.prefix import PrefixCache
+from sparsespec_jax.sampling.params import SamplingParams
+
+
+@dataclasses.dataclass
+class RequestStats:
+    """What one request cost. Times are `time.monotonic()` seconds.
+
+    cycles: verifications. `full_cycles` of them verified all k drafts, and accepted `full_accepted`
+    together, so mean accepted of k is their ratio. An accepted draft is an emitted one: neither the
+    verification's own token nor anything behind a stop counts.
+    accepted_at: how many times the draft at each place of a cycle was accepted; `drafted_at`
+    how many times there was one.
+    """
+
+    submitted: float = dataclasses.field(default_factory=time.monotonic)
+    admitted: float | None = None
+    first_token: float | None = None
+    finished: float | None = None
+    prompt_tokens: int = 0
+    shared_tokens: int = 0
+    output_tokens: int = 0
+    cycles: int = 0
+    full_cycles: int = 0
+    full_accepted: int = 0
+    drafted_at: np.ndarray | None = None
+    accepted_at: np.ndarray | None = None
+
+    def count_cycle(self, k: int, n_drafts: int, accepted: int) -> None:
+        if self.drafted_at is None:
+            self.drafted_at, self.accepted_at = np.zeros((2, k), np.int64)
+        self.cycles += 1
+        self.drafted_at[:n_drafts] += 1
+        self.accepted_at[:accepted] += 1
+        if n_drafts == k:
+            self.full_cycles += 1
+            self.full_accepted += accepted
+
+    @property
+    def mean_accepted(self) -> float | None:
+        """Accepted drafts of a full cycle; None before there was one, or without drafts."""
+        if not self.full_cycles or not len(self.accepted_at):
+            return None
+        return self.full_accepted / self.full_cycles
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenLogprobs:
+    """Logprobs of one emitted token, and of the most likely ones (id, logprob), best first."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenEvent:
+    """New tokens of a request, its end, or both.
+
+    finish_reason: None while it runs; then `stop` (an EOS or stop id, which is the last token),
+    `length`, `cancelled` or `error`.
+    """
+
+    request_id: int
+    tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    finish_reason: str | None = None
+    error: Exception | None = None
+
+
+@dataclasses.dataclass(eq=False)
+class Request:
+    """One completion to generate: `prompt` int32 [n], to at most `max_length` tokens in all."""
+
+    request_id: int
+    prompt: np.ndarray
+    params: SamplingParams
+    seed: int
+    max_length: int
+    sink: Callable[[TokenEvent], None]
+    stats: RequestStats = dataclasses.field(default_factory=RequestStats)
+
+    def __post_init__(self):
+        self.prefix_key = PrefixCache.key(self.prompt)
+        self.stats.prompt_tokens = len(self.prompt)
