@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from typing import Any, Literal, get_args
 
@@ -140,6 +141,6 @@ def _check_memory(value: Any) -> None:
 def _check_buckets(name: str, value: Any) -> None:
     if value is None:
         return
-    increasing = all(low < high for low, high in zip(value, value[1:], strict=False))
-    if not value or not increasing or not all(isinstance(v, int) and v > 0 for v in value):
+    integers = isinstance(value, list | tuple) and all(type(v) is int and v > 0 for v in value)
+    if not integers or not value or any(low >= high for low, high in itertools.pairwise(value)):
         raise ValueError(f"{name} must be increasing positive integers, got {value!r}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple, Protocol
 
 import jax
+
 from pallas_kernels import DraftRows
 
 

@@ -2,12 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from typing import NamedTuple
 
 from sparsespec_jax.engine.plan import Bucket, PlanLayout, ResultLayout
-from sparsespec_jax.engine.request import Request
+from sparsespec_jax.sampling.params import SamplingParams
 
 LOGPROB_WIDTHS = (0, 5, 20)
+
+
+class Features(NamedTuple):
+    """What a step must be able to do for its rows' sampling parameters."""
+
+    filters: bool = False
+    penalties: bool = False
+    logprobs: int = -1
+
+    def including(self, params: SamplingParams) -> Features:
+        logprobs = self.logprobs
+        if params.logprobs is not None:
+            logprobs = max(logprobs, _at_least(LOGPROB_WIDTHS, params.logprobs))
+        return Features(
+            self.filters or params.uses_filters,
+            self.penalties or params.uses_penalties,
+            logprobs,
+        )
 
 
 class Buckets:
@@ -47,28 +65,22 @@ class Buckets:
         return batch if self.k == 0 else -(-batch // (self.k + 1))
 
     def smallest(
-        self,
-        drafts: int,
-        verifies: int,
-        prefill: bool,
-        context: int,
-        requests: Iterable[Request],
+        self, drafts: int, verifies: int, prefill: bool, context: int, features: Features
     ) -> Bucket:
-        """The bucket for so many rows, positions below `context`, and what `requests` ask for."""
+        """The bucket for so many rows, positions below `context`, and their sampling parameters."""
         rows = drafts + verifies
         batch = _at_least(self._batches, rows) if rows else 0
         lone = batch == 1
-        logprobs = max(
-            (-1 if r.params.logprobs is None else r.params.logprobs for r in requests), default=-1
-        )
+        verifies = 0 if lone and not verifies else self.most_verifies(rows)
+        chunks = self.prefill_rows if prefill else 0
+        if not (verifies or chunks):
+            features = features._replace(logprobs=-1)  # drafts report nothing
         return Bucket(
             drafts=0 if self.k == 0 or (lone and not drafts) else batch,
-            verifies=0 if lone and not verifies else self.most_verifies(rows),
-            chunks=self.prefill_rows if prefill else 0,
+            verifies=verifies,
+            chunks=chunks,
             context=_at_least(self._contexts, context),
-            filters=any(r.params.uses_filters for r in requests),
-            penalties=any(r.params.uses_penalties for r in requests),
-            logprobs=logprobs if logprobs < 0 else _at_least(LOGPROB_WIDTHS, logprobs),
+            **features._asdict(),
         )
 
     def main(self) -> list[Bucket]:

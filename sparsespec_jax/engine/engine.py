@@ -22,7 +22,7 @@ from sparsespec_jax.config import EngineConfig, SpeculationConfig
 from sparsespec_jax.engine.buckets import Buckets
 from sparsespec_jax.engine.executor import DispatchStats, Executor
 from sparsespec_jax.engine.plan import NON_FINITE, StepResult
-from sparsespec_jax.engine.request import Request, RequestStats, TokenEvent, TokenLogprobs
+from sparsespec_jax.engine.request import Request, TokenEvent, TokenLogprobs
 from sparsespec_jax.engine.scheduler import Emitting, PlannedStep, Scheduler
 from sparsespec_jax.kv.allocator import SlotAllocator
 from sparsespec_jax.kv.pool import pool_slots
@@ -30,6 +30,7 @@ from sparsespec_jax.models.config import ModelConfig
 from sparsespec_jax.models.parameters import Params, check_params
 from sparsespec_jax.parallel.sharding import Placement
 from sparsespec_jax.sampling.params import SamplingParams, validate_for_model
+from sparsespec_jax.sampling.rows import pack_row
 from sparsespec_jax.sampling.verification import LENGTH, RUNNING, STOPPED
 
 logger = logging.getLogger(__name__)
@@ -137,6 +138,8 @@ class Engine:
             seed = (self._entropy + request_id * 0x9E3779B97F4A7C15) % 2**64
         prompt = self._check_prompt(prompt)
         validate_for_model(params, self.model.vocab_size)
+        # What cannot be packed must raise here: in the step it would end everybody's requests.
+        pack_row(params, seed, len(prompt), self.model.eos_token_ids)
         request = Request(
             request_id, prompt, params, seed, self._max_length(len(prompt), params), sink
         )
@@ -151,7 +154,7 @@ class Engine:
         return request
 
     def cancel(self, request: Request) -> None:
-        """End a request early; its last event has finish_reason `cancelled`, unless it just ended."""
+        """End a request early; its last event says `cancelled`, unless it has just ended."""
         with self._wake:
             self._cancelled.add(request.request_id)
             self._wake.notify()

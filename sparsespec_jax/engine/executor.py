@@ -122,9 +122,6 @@ class Executor:
         for bucket in progress(buckets) if progress else buckets:
             self.compile(bucket)
 
-    def update_params(self, params: Params) -> None:
-        self._params = params
-
 
 def _abstract(array: jax.Array) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)

@@ -7,6 +7,7 @@ place; unused entries name the trash row, so that the step needs no masks for th
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import NamedTuple
 
 import jax
@@ -125,7 +126,7 @@ class ResultLayout:
             sizes[1] = 0
         ends = np.cumsum([3, *sizes])
         tokens, chosen, ids, values = (
-            result[:, start:end] for start, end in zip(ends, ends[1:], strict=False)
+            result[:, start:end] for start, end in itertools.pairwise(ends)
         )
         return StepResult(
             emitted=result[:, 0],

@@ -11,7 +11,7 @@ from collections import deque
 
 import numpy as np
 
-from sparsespec_jax.engine.buckets import Buckets
+from sparsespec_jax.engine.buckets import Buckets, Features
 from sparsespec_jax.engine.plan import Bucket, Plan
 from sparsespec_jax.engine.request import Request
 from sparsespec_jax.kv.allocator import SlotAllocator
@@ -96,6 +96,7 @@ class Scheduler:
         self._prefixes = PrefixCache(allocator)
         self._eos_ids = eos_ids
         self._k = buckets.k
+        self._features = Features()
         self._waiting: deque[Request] = deque()
         self._rows: dict[int, Row] = {}
         self._free_rows = list(range(buckets.max_batch - 1, -1, -1))
@@ -114,6 +115,13 @@ class Scheduler:
     # Requests come and go.
 
     def add(self, request: Request) -> None:
+        """Queue a request. What it needs of a step stays compiled in until nothing runs or waits:
+
+        switching back and forth would compile many more steps.
+        """
+        if not (self._rows or self._waiting):
+            self._features = Features()
+        self._features = self._features.including(request.params)
         self._waiting.append(request)
         self._prefixes.enqueue(request.prefix_key)
 
@@ -154,7 +162,10 @@ class Scheduler:
             own = request.max_length + self._k - (prompt_length - 1)
             shared = self._prefixes.missing_slots(request.prefix_key, prompt_length)
             if not self._allocator.reserve(own + shared):
-                break
+                # The first in line goes before prefixes kept for those behind it.
+                self._prefixes.drop_idle(keep=request.prefix_key)
+                if not self._allocator.reserve(own + shared):
+                    break
             self._waiting.popleft()
             prefix = self._prefixes.acquire(request.prefix_key, prompt_length)
             self._prefixes.dequeue(request.prefix_key)
@@ -175,23 +186,17 @@ class Scheduler:
         verifying = [row for row in self._rows.values() if row.phase == self._k]
         if not (prefilling or drafting or verifying):
             return None
-        # Rows that find no place verify a step later.
-        verifying = verifying[: self._buckets.most_verifies(len(drafting) + len(verifying))]
-        decoding = drafting + verifying
-        ends = [row.longest + self._k for row in decoding]
+        ends = [row.longest + self._k for row in drafting + verifying]
         ends += [row.prompt_length for row in prefilling]
         bucket = self._buckets.smallest(
-            len(drafting),
-            len(verifying),
-            bool(prefilling),
-            max(ends),
-            self._requests(decoding, prefilling),
+            len(drafting), len(verifying), bool(prefilling), max(ends), self._features
         )
+        verifying = verifying[: bucket.verifies]  # who finds no place verifies a step later
         layout = self._buckets.layout(bucket)
         packed, plan = layout.empty()
         updates = _Updates(plan, self._allocator)
 
-        for row in decoding:
+        for row in drafting + verifying:
             updates.map(row, row.longest + self._k)
         emitting = self._plan_verifies(plan, bucket, verifying)
         self._plan_drafts(plan, drafting)
@@ -199,10 +204,6 @@ class Scheduler:
         tokens = len(drafting) + sum(e.most for e in emitting if e.n_drafts is not None)
         tokens += int(plan.chunks[:, 2].sum())
         return PlannedStep(bucket, packed, emitting, admitted, tokens)
-
-    @staticmethod
-    def _requests(*groups: list[Row]) -> list[Request]:
-        return [row.request for rows in groups for row in rows]
 
     def _plan_drafts(self, plan: Plan, rows: list[Row]) -> None:
         for entry, row in enumerate(rows):

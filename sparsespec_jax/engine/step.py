@@ -378,7 +378,7 @@ class Step:
         scores: jax.Array,
         accepted: jax.Array,
     ) -> Verified:
-        """What the drafter learns from: verify rows, and prefills whose prompt ends in this step."""
+        """What the drafter learns from: verify rows, and prefills that end in this step."""
         verify_row, n_drafts = plan.verifies.T
         chunk_row, start, count, final = plan.chunks.T
         chunk_row = jnp.where(final == 1, chunk_row, self.layout.trash_row)

@@ -74,12 +74,21 @@ class PrefixCache:
             prefix.filler = None
         self._drop_unused(prefix.key)
 
+    def drop_idle(self, *, keep: bytes) -> None:
+        """Make room: drop the prefixes that requests only wait for, but for the one of `keep`."""
+        for key, prefix in list(self._prefixes.items()):
+            if not prefix.users and key != keep:
+                self._drop(prefix)
+
     def _drop_unused(self, key: bytes) -> None:
         prefix = self._prefixes.get(key)
         if prefix is None or prefix.users:
             return
         if self._waiting[key] and prefix.ready:
             return
-        del self._prefixes[key]
+        self._drop(prefix)
+
+    def _drop(self, prefix: Prefix) -> None:
+        del self._prefixes[prefix.key]
         self._allocator.give_back(prefix.slots)
         self._allocator.release(len(prefix))

@@ -1,0 +1,176 @@
+"""XLA reference of `fused_attention`: gather, mask, softmax, in float32.
+
+Drafts gather their K + max_recent rows of the pool per KV head; verify and prefill rows gather
+their whole context once per row, not per query. The pool is only ever read by gathers, so it is
+never copied.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from pallas_kernels.fused_attention.rows import CausalRows, DraftRows
+
+_EXACT = lax.Precision.HIGHEST
+
+
+def _softmax(logits: Array, live: Array) -> Array:
+    """Softmax over the last axis of the live entries; 0 for the others, also where none is live."""
+    logits = jnp.where(live, logits, -jnp.inf)
+    peak = jnp.max(logits, axis=-1, keepdims=True, initial=jnp.finfo(jnp.float32).min)
+    weights = jnp.exp(logits - peak)
+    total = weights.sum(-1, keepdims=True)
+    return weights / jnp.where(total == 0, 1, total)
+
+
+def draft_attention(
+    q: Array,
+    k_pool: Array,
+    v_pool: Array,
+    page_table: Array,
+    drafts: DraftRows,
+    *,
+    layer: Array,
+    scale: float,
+    max_recent: int,
+) -> Array:
+    """q [Nd, Hq, D] -> [Nd, Hq, D] float32."""
+    n, n_heads, head_dim = q.shape
+    n_kv_heads = k_pool.shape[1]
+    row, position = drafts.row, drafts.position[:, None, None]
+    start = drafts.recent_start[row][:, None, None]
+    selected = drafts.selected[layer, row]
+    recent = start + jnp.arange(max_recent)
+    live = jnp.arange(selected.shape[-1]) < drafts.count[row][:, None, None]
+    live = live & (selected < start)
+    attended = jnp.concatenate(
+        [selected, jnp.broadcast_to(recent, (n, n_kv_heads, max_recent))], axis=-1
+    )
+    live = jnp.concatenate(
+        [live, jnp.broadcast_to(recent <= position, (n, n_kv_heads, max_recent))], axis=-1
+    )
+    slots = page_table[row[:, None, None], jnp.where(live, attended, 0)]
+    heads = jnp.arange(n_kv_heads)[:, None]
+    k = k_pool[slots, heads].astype(jnp.float32)
+    v = jnp.where(live[..., None], v_pool[slots, heads].astype(jnp.float32), 0)
+
+    q = q.astype(jnp.float32).reshape(n, n_kv_heads, -1, head_dim)
+    logits = jnp.einsum("nhgd,nhsd->nhgs", q, k, precision=_EXACT) * scale
+    weights = _softmax(logits, live[:, :, None])
+    out = jnp.einsum("nhgs,nhsd->nhgd", weights, v, precision=_EXACT)
+    return out.reshape(n, n_heads, head_dim)
+
+
+def causal_attention(
+    q: Array,
+    k_pool: Array,
+    v_pool: Array,
+    page_table: Array,
+    rows: CausalRows,
+    *,
+    scale: float,
+    context: int,
+) -> tuple[Array, Array]:
+    """q [R, n, Hq, D] -> float32 out, the same shape, and weights [R, Hkv, group, n, context]."""
+    n_rows, n, n_heads, head_dim = q.shape
+    n_kv_heads = k_pool.shape[1]
+    position, query = jnp.arange(context), jnp.arange(n)
+    in_row = position < (rows.start + rows.count)[:, None]
+    slots = jnp.where(in_row, page_table[rows.row, :context], 0)
+    k = k_pool[slots].astype(jnp.float32)
+    v = jnp.where(in_row[..., None, None], v_pool[slots].astype(jnp.float32), 0)
+    live = position <= (rows.start[:, None] + query)[..., None]
+    live = live & (query < rows.count[:, None])[..., None]
+
+    # A group's queries are the rows of one matrix: batched products of small ones are slow on CPUs.
+    q = q.astype(jnp.float32).reshape(n_rows, n, n_kv_heads, -1, head_dim)
+    q = q.transpose(0, 2, 3, 1, 4).reshape(n_rows, n_kv_heads, -1, head_dim)
+    logits = jnp.einsum("rhqd,rhds->rhqs", q, k.transpose(0, 2, 3, 1), precision=_EXACT) * scale
+    group = n_heads // n_kv_heads
+    weights = logits.reshape(n_rows, n_kv_heads, group, n, context)
+    weights = _softmax(weights, live[:, None, None])
+    out = jnp.einsum(
+        "rhqs,rhsd->rhqd",
+        weights.reshape(logits.shape),
+        v.transpose(0, 2, 1, 3),
+        precision=_EXACT,
+    )
+    out = out.reshape(n_rows, n_kv_heads, group, n, head_dim).transpose(0, 3, 1, 2, 4)
+    return out.reshape(n_rows, n, n_heads, head_dim), weights
+
+
+@functools.partial(
+    jax.jit,
+    static_argnames=("n_queries", "chunk", "score_queries", "scale", "max_recent", "context"),
+)
+def fused_attention(
+    q: Array,
+    k_pool: Array,
+    v_pool: Array,
+    page_table: Array,
+    *,
+    layer: Array,
+    drafts: DraftRows | None,
+    verify: CausalRows | None,
+    prefill: CausalRows | None,
+    n_queries: int,
+    chunk: int,
+    score_queries: int,
+    scored: Array | None,
+    scale: float,
+    max_recent: int,
+    context: int,
+) -> tuple[Array, Array | None]:
+    n_heads, head_dim = q.shape[1:]
+    outs, scores = [], []
+    begin = 0
+    if drafts is not None:
+        begin = drafts.row.shape[0]
+        outs.append(
+            draft_attention(
+                q[:begin],
+                k_pool,
+                v_pool,
+                page_table,
+                drafts,
+                layer=layer,
+                scale=scale,
+                max_recent=max_recent,
+            )
+        )
+    for rows, n in ((verify, n_queries), (prefill, chunk)):
+        if rows is None:
+            continue
+        end = begin + rows.row.shape[0] * n
+        out, weights = causal_attention(
+            q[begin:end].reshape(-1, n, n_heads, head_dim),
+            k_pool,
+            v_pool,
+            page_table,
+            rows,
+            scale=scale,
+            context=context,
+        )
+        outs.append(out.reshape(-1, n_heads, head_dim))
+        begin = end
+        if score_queries and rows is verify:
+            scores.append(weights.mean(2))
+        elif score_queries and scored is not None:
+            scores.append(_last_scores(weights.mean(2), rows.count, scored, score_queries))
+    out = jnp.concatenate(outs).astype(q.dtype)
+    if not score_queries:
+        return out, None
+    dtype = jnp.float32 if q.dtype == jnp.float32 else jnp.float16
+    return out, jnp.concatenate(scores).astype(dtype)
+
+
+def _last_scores(weights: Array, count: Array, scored: Array, score_queries: int) -> Array:
+    """The rows of weights [Nc, Hkv, chunk, context] that belong to the scored queries."""
+    row = jnp.maximum(scored, 0)
+    query = jnp.maximum(count[row] - score_queries, 0)[:, None] + jnp.arange(score_queries)
+    live = (scored >= 0)[:, None] & (query < count[row][:, None])
+    query = jnp.minimum(query, weights.shape[2] - 1)
+    picked = jnp.take_along_axis(weights[row], query[:, None, :, None], axis=2)
+    return jnp.where(live[:, None, :, None], picked, 0)

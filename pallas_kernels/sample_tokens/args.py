@@ -1,0 +1,29 @@
+"""The arguments of the op that are not logits: `SampleArgs`, one entry per sample row."""
+
+from typing import NamedTuple
+
+from jax import Array
+
+
+class SampleArgs(NamedTuple):
+    """How the token of each of S sample rows is chosen.
+
+    `position` is the position of the token being sampled, so it is also the number of tokens
+    before it. Lists of ids are padded with -1.
+    """
+
+    position: Array  # int32 [S]
+    temperature: Array  # float32 [S]; 0 is greedy
+    top_k: Array  # int32 [S]; 0 is off
+    top_p: Array  # float32 [S], in (0, 1]; 1 is off
+    min_p: Array  # float32 [S], in [0, 1]; 0 is off
+    seed: Array  # uint32 [S, 2]
+    prompt_length: Array  # int32 [S]; history from here on is output
+    min_length: Array  # int32 [S]; withheld_ids cannot be sampled at positions below it
+    presence: Array  # float32 [S]
+    frequency: Array  # float32 [S]
+    repetition: Array  # float32 [S], > 0; 1 is off
+    raw_logprobs: Array  # int32 [S]; 1 reports log-probabilities of the untouched logits
+    withheld_ids: Array  # int32 [S, W]
+    bias_ids: Array  # int32 [S, N]
+    bias_values: Array  # float32 [S, N]

@@ -1,0 +1,116 @@
+"""XLA reference of the op: what every implementation must compute, row by row.
+
+A sample row's token is a function of its own logits, arguments and history alone.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from pallas_kernels.sample_tokens.args import SampleArgs
+from pallas_kernels.sample_tokens.filters import filter_logits
+from pallas_kernels.sample_tokens.noise import gumbel_noise
+
+
+def process_logits(
+    logits: Array, args: SampleArgs, history: Array | None, *, filters: bool, penalties: bool
+) -> Array:
+    """Bias, penalties, the min-length mask, temperature, then filters: float32 [S, V]."""
+    logits = _add_bias(logits, args)
+    if penalties:
+        logits = _penalise(logits, args, history)
+    logits = logits / jnp.where(args.temperature > 0, args.temperature, 1)[:, None]
+    if filters:
+        logits = filter_logits(logits, args.top_k, args.top_p, args.min_p)
+    return logits
+
+
+def sample_tokens(
+    logits: Array, args: SampleArgs, history: Array | None, *, filters: bool, penalties: bool
+) -> Array:
+    """argmax(processed logits + Gumbel noise), without noise where temperature is 0: int32 [S]."""
+    scores = process_logits(logits, args, history, filters=filters, penalties=penalties)
+    noise = gumbel_noise(args.seed, args.position, logits.shape[-1])
+    noisy = scores + jnp.where(args.temperature[:, None] > 0, noise, 0)
+    return jnp.argmax(noisy, -1).astype(jnp.int32)
+
+
+def sampling_logprobs(
+    logits: Array, args: SampleArgs, history: Array | None, *, filters: bool, penalties: bool
+) -> Array:
+    """log of the distribution `sample_tokens` draws from: float32 [S, V].
+
+    A greedy row is one-hot: 0 at its argmax, -inf elsewhere.
+    """
+    scores = process_logits(logits, args, history, filters=filters, penalties=penalties)
+    best = jnp.argmax(scores, -1, keepdims=True)
+    one_hot = jnp.where(_ids(logits) == best, 0.0, -jnp.inf)
+    return jnp.where(args.temperature[:, None] > 0, jax.nn.log_softmax(scores), one_hot)
+
+
+def token_logprobs(
+    logits: Array,
+    tokens: Array,
+    args: SampleArgs,
+    history: Array | None,
+    *,
+    top_n: int,
+    penalties: bool,
+) -> tuple[Array, Array, Array]:
+    """Log-probabilities of `tokens` and of the top_n most likely ids, as the row's mode asks."""
+    processed = process_logits(logits, args, history, filters=False, penalties=penalties)
+    logp = jax.nn.log_softmax(jnp.where(args.raw_logprobs[:, None] != 0, logits, processed))
+    chosen = jnp.take_along_axis(logp, tokens[:, None], -1)[:, 0]
+    if top_n == 0:
+        return chosen, jnp.zeros((len(tokens), 0), jnp.int32), jnp.zeros((len(tokens), 0))
+    values, ids = lax.top_k(logp, top_n)
+    return chosen, ids.astype(jnp.int32), values
+
+
+def finite_rows(logits: Array) -> Array:
+    """Whether a row of float32 [S, V] can be sampled: no NaN, no +inf, not all -inf: bool [S]."""
+    return jnp.isfinite(logits.max(-1))  # the maximum is NaN if any entry is
+
+
+def _add_bias(logits: Array, args: SampleArgs) -> Array:
+    """Adds the biases, and -inf to ids withheld at this position: one small scatter.
+
+    -inf survives the penalties, so the mask may come before them.
+    """
+    early = (args.position < args.min_length)[:, None]
+    withheld = jnp.where(early, args.withheld_ids, -1)
+    ids = jnp.concatenate([args.bias_ids, withheld], -1)
+    values = jnp.concatenate([args.bias_values, jnp.full(withheld.shape, -jnp.inf)], -1)
+    return logits.at[_rows(ids), _drop_if(ids < 0, ids, logits)].add(values, mode="drop")
+
+
+def _penalise(logits: Array, args: SampleArgs, history: Array) -> Array:
+    """Repetition over the whole history, then frequency and presence over its output part."""
+    place = jnp.arange(history.shape[-1])
+    before = place < args.position[:, None]
+    output = before & (place >= args.prompt_length[:, None])
+    seen = _count(history, before, logits) > 0
+    emitted = _count(history, output, logits)
+    repetition = args.repetition[:, None]
+    repeated = jnp.where(logits > 0, logits / repetition, logits * repetition)
+    logits = jnp.where(seen, repeated, logits)
+    return logits - (args.frequency[:, None] * emitted + args.presence[:, None] * (emitted > 0))
+
+
+def _count(history: Array, mask: Array, logits: Array) -> Array:
+    """How often each id occurs in the masked history [S, context]: int32 [S, V]."""
+    ids = _drop_if(~mask, history, logits)
+    return jnp.zeros(logits.shape, jnp.int32).at[_rows(ids), ids].add(1, mode="drop")
+
+
+def _drop_if(mask: Array, ids: Array, logits: Array) -> Array:
+    """Masked ids replaced by one past the vocabulary: negative indices would wrap around."""
+    return jnp.where(mask, logits.shape[-1], ids)
+
+
+def _rows(ids: Array) -> Array:
+    return jnp.arange(ids.shape[0])[:, None]
+
+
+def _ids(logits: Array) -> Array:
+    return lax.broadcasted_iota(jnp.int32, (1, logits.shape[-1]), 1)

@@ -1,0 +1,218 @@
+"""`fused_attention`: reference against the oracle, kernels against the reference, errors."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from attention_cases import Shape, Step, oracle, random_step
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pallas_kernels import fused_attention
+
+MIXED = Shape(n_scored=2, score_queries=4)
+SHAPES = {
+    "mixed": MIXED,
+    "one head, group 1, budget is the context": Shape(
+        n_kv_heads=1, group=1, head_dim=80, context=12, n_selected=12, max_recent=3, chunk=5
+    ),
+    "group 3, scores": Shape(group=3, head_dim=64, n_prefill=0, score_queries=4),
+    "group 5, only drafts": Shape(group=5, head_dim=80, n_verify=0, n_prefill=0),
+    "only prefill, more score queries than the chunk": Shape(
+        group=2, n_drafts=0, n_verify=0, chunk=6, n_scored=1, score_queries=8
+    ),
+    "plain decoding": Shape(n_drafts=0, n_prefill=0, n_queries=1, score_queries=1),
+    "k = 15": Shape(n_drafts=1, n_verify=1, n_queries=16, n_scored=1, score_queries=16, chunk=20),
+}
+# Shapes that take other paths through the kernels: several splits, several tiles, both.
+LONG = {
+    "splits": Shape(n_verify=2, context=600, n_prefill=0, score_queries=4, n_drafts=0),
+    "splits and tiles": Shape(
+        n_kv_heads=1, group=3, head_dim=16, n_verify=1, context=520, n_prefill=1, chunk=50,
+        n_scored=1, score_queries=4,
+    ),
+}  # fmt: skip
+
+
+@functools.partial(jax.jit, static_argnames=("implementation", "statics"))
+def _run(arrays, *, implementation, statics):
+    return fused_attention(**arrays, **dict(statics), implementation=implementation)
+
+
+def run(step: Step, implementation: str):
+    statics = tuple(step.statics.items())
+    return _run(step.arrays, implementation=implementation, statics=statics)
+
+
+def assert_close(actual, expected, live, tolerance):
+    """Relative error norm of the live queries; the padding queries must be finite."""
+    actual = np.asarray(actual, np.float64)
+    assert np.isfinite(actual).all()
+    expected = np.asarray(expected, np.float64)[live]
+    error = np.linalg.norm(actual[live] - expected)
+    assert error <= tolerance * max(np.linalg.norm(expected), 1e-30)
+
+
+def check_scores(step: Step, scores, expected, tolerance, zero=0.0):
+    if expected is None:
+        assert scores is None
+        return
+    assert scores.shape == expected.shape
+    assert scores.dtype == (jnp.float32 if step.arrays["q"].dtype == jnp.float32 else jnp.float16)
+    scores = np.asarray(scores, np.float64)
+    np.testing.assert_allclose(scores, expected, atol=tolerance)
+    assert (scores[expected == 0] <= zero).all()
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    shape=st.sampled_from(list(SHAPES.values())),
+    kind=st.sampled_from(["mixed", "mixed", "mixed", "padding", "shortest"]),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_reference_is_the_oracle(shape, kind, seed):
+    step = random_step(shape, np.random.default_rng(seed), kind=kind)
+    out, scores = run(step, "xla")
+    expected, live, expected_scores = oracle(step)
+    assert out.dtype == jnp.float32
+    assert_close(out, expected, live, 1e-5)
+    check_scores(step, scores, expected_scores, 1e-6)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_reference_in_half_precision(dtype):
+    step = random_step(MIXED, np.random.default_rng(0)).cast(dtype)
+    out, scores = run(step, "xla")
+    expected, live, expected_scores = oracle(step)
+    assert out.dtype == dtype
+    assert_close(out, expected, live, 1e-2)
+    check_scores(step, scores, expected_scores, 1e-3)
+
+
+@pytest.mark.parametrize("name", [*SHAPES, *LONG])
+def test_kernels_are_the_reference(name):
+    shape = (SHAPES | LONG)[name]
+    for seed, kind in enumerate(["mixed", "mixed", "padding", "shortest"]):
+        step = random_step(shape, np.random.default_rng(seed), kind=kind)
+        out, scores = run(step, "pallas")
+        expected, live, expected_scores = oracle(step)
+        assert_close(out, expected, live, 1e-5)
+        check_scores(step, scores, expected_scores, 1e-6)
+
+
+def test_kernels_in_bfloat16():
+    step = random_step(MIXED, np.random.default_rng(0)).cast(jnp.bfloat16)
+    out, scores = run(step, "pallas")
+    expected, live, expected_scores = oracle(step)
+    assert_close(out, expected, live, 1e-2)
+    check_scores(step, scores, expected_scores, 1e-3)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "pallas"])
+def test_selected_recent_positions_count_once(implementation):
+    shape = Shape(n_verify=0, n_prefill=0, n_drafts=1)
+    step = random_step(shape, np.random.default_rng(0))
+    drafts = step.arrays["drafts"]
+    position = drafts.position[0]
+    recent_start = drafts.recent_start.at[0].set(position - 5)
+    selected = drafts.selected.at[..., :3].set(jnp.array([1, 2, position - 5]))
+    with_overlap = drafts._replace(
+        recent_start=recent_start, selected=selected, count=drafts.count.at[0].set(3)
+    )
+    without = with_overlap._replace(count=drafts.count.at[0].set(2))
+    results = []
+    for rows in (with_overlap, without):
+        step.arrays["drafts"] = rows
+        results.append(run(step, implementation)[0])
+    np.testing.assert_allclose(*results, rtol=1e-6)
+
+
+def test_auto_is_the_reference_on_cpu():
+    if jax.default_backend() != "cpu":
+        pytest.skip("the default backend is no CPU")
+    step = random_step(MIXED, np.random.default_rng(0))
+    np.testing.assert_array_equal(run(step, "auto")[0], run(step, "xla")[0])
+
+
+def test_reference_only_gathers_from_the_pool():
+    step = random_step(MIXED, np.random.default_rng(0))
+    pool = jax.ShapeDtypeStruct((1 << 17, 2, 64), jnp.float32)
+    arrays = step.arrays | {"k_pool": pool, "v_pool": pool}
+    statics = tuple(step.statics.items())
+    compiled = _run.lower(arrays, implementation="xla", statics=statics).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < (1 << 17) * 2 * 64 * 4 / 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"implementation": "cuda"}, "implementation='cuda', but it must be"),
+        ({"k_pool": jnp.zeros((8, 2))}, r"k_pool has shape \(8, 2\)"),
+        ({"v_pool": jnp.zeros((8, 2, 64))}, r"v_pool is float32\[8, 2, 64\]"),
+        ({"q": jnp.zeros((28, 4, 32))}, "D=64 and Hq a multiple of Hkv=2"),
+        ({"q": jnp.zeros((28, 3, 64))}, "D=64 and Hq a multiple of Hkv=2"),
+        ({"q": jnp.zeros((28, 4, 64), jnp.bfloat16)}, "q is bfloat16 and k_pool float32"),
+        ({"q": jnp.zeros((27, 4, 64))}, "q has 27 queries, but 2 draft, 2 verify and 2 prefill"),
+        ({"page_table": jnp.zeros((6, 43))}, r"page_table is float32\[6, 43\]"),
+        ({"context": 44}, r"context=44, but must be in 1\.\.43"),
+        ({"layer": 2}, r"layer=2, but must be in 0\.\.1"),
+        ({"max_recent": 0}, "max_recent=0"),
+        ({"score_queries": 3}, "score_queries=3, but with verify rows it must be 0 or n_queries=4"),
+        ({"score_queries": 0}, "scored is given, but score_queries is 0"),
+        ({"scored": jnp.zeros(2)}, r"scored is float32\[2\]"),
+        ({"prefill": None, "chunk": 9, "q": jnp.zeros((10, 4, 64))}, "there are no prefill rows"),
+    ],
+)
+def test_errors_name_the_argument(changes, message):
+    step = random_step(MIXED, np.random.default_rng(0))
+    with pytest.raises(ValueError, match=message):
+        fused_attention(**(step.arrays | step.statics | changes))
+
+
+def test_errors_of_row_arrays():
+    step = random_step(MIXED, np.random.default_rng(0))
+    arguments = step.arrays | step.statics
+    drafts, verify = arguments["drafts"], arguments["verify"]
+    bad = drafts._replace(count=drafts.count[:-1])
+    with pytest.raises(ValueError, match=r"drafts.count is int32\[5\], but must be int32\[6\]"):
+        fused_attention(**(arguments | {"drafts": bad}))
+    bad = drafts._replace(selected=drafts.selected[0])
+    with pytest.raises(ValueError, match=r"drafts.selected is int32\[6, 2, 12\]"):
+        fused_attention(**(arguments | {"drafts": bad}))
+    bad = verify._replace(start=verify.start[:1])
+    with pytest.raises(ValueError, match=r"verify.start is int32\[1\]"):
+        fused_attention(**(arguments | {"verify": bad}))
+
+
+def test_scores_need_a_scored_row():
+    step = random_step(SHAPES["group 5, only drafts"], np.random.default_rng(0))
+    with pytest.raises(ValueError, match="neither verify rows nor scored prefill rows"):
+        fused_attention(**step.arrays, **(step.statics | {"score_queries": 4}))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 1e-2)])
+@pytest.mark.parametrize(
+    ("n_kv_heads", "group", "head_dim"),
+    [(8, 4, 128), (2, 7, 64), (3, 5, 80), (4, 1, 96), (2, 16, 128), (2, 3, 256)],
+)
+def test_compiled_kernels(n_kv_heads, group, head_dim, dtype, tolerance):
+    shape = Shape(
+        n_kv_heads=n_kv_heads, group=group, head_dim=head_dim, context=3000, n_drafts=9,
+        n_selected=150, max_recent=20, n_verify=4, n_queries=9, n_prefill=2, chunk=200,
+        n_scored=2, score_queries=9,
+    )  # fmt: skip
+    for shape_ in (shape, dataclasses.replace(shape, n_queries=8, score_queries=8)):
+        step = random_step(shape_, np.random.default_rng(0)).cast(dtype)
+        out, scores = run(step, "pallas")
+        expected, expected_scores = run(step, "xla")
+        live = np.ones(len(out), bool)
+        assert_close(out, expected, live, tolerance)
+        score_tolerance = 1e-6 if dtype == "float32" else 2e-3
+        expected_scores = np.asarray(expected_scores, np.float64)
+        # Where one rounds to 0 the other may round to the smallest float16.
+        check_scores(step, scores, expected_scores, score_tolerance, zero=2.0**-24)

@@ -1,0 +1,85 @@
+"""Every kernel lowers for a GPU without one, and the package imports quietly."""
+
+import functools
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from attention_cases import Shape, random_step
+
+from pallas_kernels import append_kv, fused_attention, select_positions
+from pallas_kernels.lowering import lower_for_cuda
+
+TRITON_CALL = "__gpu$xla.gpu.triton"
+as_kernel = {"implementation": "pallas", "interpret": False}
+
+
+def shape_of(x):
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize(
+    ("n_kv_heads", "group", "head_dim"),
+    [(2, 4, 128), (2, 7, 64), (3, 5, 80), (1, 1, 96), (1, 16, 128), (1, 3, 256)],
+)
+def test_fused_attention(n_kv_heads, group, head_dim, dtype):
+    shape = Shape(
+        n_kv_heads=n_kv_heads, group=group, head_dim=head_dim, context=600, n_scored=1,
+        score_queries=4, chunk=40,
+    )  # fmt: skip
+    step = random_step(shape, np.random.default_rng(0)).cast(dtype)
+    run = functools.partial(fused_attention, **step.statics, **as_kernel)
+    text = lower_for_cuda(run, **jax.tree.map(shape_of, step.arrays)).as_text()
+    assert text.count(TRITON_CALL) == 7  # draft; causal, combine and scores of verify and prefill
+
+
+def test_layers_share_their_kernels():
+    step = random_step(Shape(n_verify=0, n_prefill=0), np.random.default_rng(0))
+
+    def run(**arrays):
+        statics = step.statics | as_kernel
+        return [fused_attention(**arrays, **(statics | {"layer": layer})) for layer in range(2)]
+
+    text = lower_for_cuda(run, **jax.tree.map(shape_of, step.arrays)).as_text()
+    assert text.count(TRITON_CALL) == 1
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize(("n_heads", "head_dim"), [(8, 128), (3, 80)])
+def test_append_kv(n_heads, head_dim, dtype):
+    pool = jax.ShapeDtypeStruct((64, n_heads, head_dim), dtype)
+    new = jax.ShapeDtypeStruct((5, n_heads, head_dim), dtype)
+    slots = jax.ShapeDtypeStruct((5,), jnp.int32)
+    lowered = lower_for_cuda(functools.partial(append_kv, **as_kernel), pool, pool, new, new, slots)
+    assert TRITON_CALL in lowered.as_text()
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("size", [100, 20000])
+def test_select_positions(size, dtype):
+    scores = jax.ShapeDtypeStruct((2, 3, 2, size), dtype)
+    rows = jax.ShapeDtypeStruct((3,), jnp.int32)
+    run = functools.partial(select_positions, k=50, **as_kernel)
+    assert TRITON_CALL in lower_for_cuda(run, scores, rows, rows).as_text()
+
+
+def test_donations_of_a_jitted_function_are_kept():
+    run = jax.jit(lambda x, n: x * n, static_argnums=1, donate_argnums=0)
+    text = lower_for_cuda(run, jnp.zeros((4,)), 3).as_text()
+    assert "tf.aliasing_output" in text or "jax.buffer_donor" in text
+
+
+def test_import_is_quiet():
+    program = "import pallas_kernels, pallas_kernels.lowering\n" + "".join(
+        f"import pallas_kernels.{op}.pallas_triton\n"
+        for op in ("append_kv", "fused_attention", "select_positions")
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", program], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""

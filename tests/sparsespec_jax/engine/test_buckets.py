@@ -1,0 +1,149 @@
+"""Buckets: whatever a step needs there is a shape for, and there are few shapes."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sparsespec_jax.engine.buckets import Buckets, Features
+from sparsespec_jax.engine.plan import Bucket
+from sparsespec_jax.sampling.params import SamplingParams
+
+
+def make_buckets(**changes) -> Buckets:
+    arguments = {"max_batch": 64, "max_context": 4000, "k": 8, "chunk": 128, "prefill_rows": 4}
+    return Buckets(**arguments | changes)
+
+
+@st.composite
+def buckets(draw) -> Buckets:
+    sizes = st.none() | st.lists(st.integers(1, 300), min_size=1, max_size=4, unique=True).map(
+        lambda values: tuple(sorted(values))
+    )
+    return make_buckets(
+        max_batch=draw(st.integers(1, 200)),
+        max_context=draw(st.integers(2, 20_000)),
+        k=draw(st.sampled_from([0, 1, 4, 8, 15])),
+        prefill_rows=draw(st.integers(1, 4)),
+        batch_buckets=draw(sizes),
+        context_buckets=draw(sizes),
+    )
+
+
+@st.composite
+def needs(draw, made: Buckets) -> dict:
+    rows = draw(st.integers(0, made.max_batch))
+    verifies = rows if made.k == 0 else draw(st.integers(0, rows))
+    return {
+        "drafts": rows - verifies,
+        "verifies": verifies,
+        "prefill": rows == 0 or draw(st.booleans()),
+        "context": draw(st.integers(1, made.width)),
+        "features": draw(st.builds(Features, st.booleans(), st.booleans(), st.integers(-1, 20))),
+    }
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_the_smallest_bucket_has_room_for_what_was_asked(data):
+    made = data.draw(buckets())
+    need = data.draw(needs(made))
+    bucket = made.smallest(**need)
+    assert bucket.drafts >= need["drafts"]
+    assert bucket.verifies >= min(need["verifies"], 1)
+    if made.k == 0:
+        assert bucket.verifies >= need["verifies"]
+    assert bucket.verifies <= made.most_verifies(made.max_batch)
+    assert bucket.chunks == (made.prefill_rows if need["prefill"] else 0)
+    assert need["context"] <= bucket.context <= made.width
+    assert bucket.filters >= need["features"].filters
+    assert bucket.penalties >= need["features"].penalties
+    if bucket.verifies or bucket.chunks:
+        assert bucket.logprobs >= need["features"].logprobs
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_ordinary_traffic_meets_only_main_buckets(data):
+    made = data.draw(buckets())
+    need = data.draw(needs(made)) | {"features": Features()}
+    assert made.smallest(**need) in made.main()
+
+
+@settings(max_examples=100, deadline=None)
+@given(buckets())
+def test_a_full_cycle_of_verifications_has_room_for_every_row(made):
+    """So nobody waits for its verification forever."""
+    for rows in {1, made.max_batch // 2 or 1, made.max_batch}:
+        assert made.most_verifies(rows) * (made.k + 1) >= rows
+    assert made.most_verifies(0) == 0
+
+
+@settings(max_examples=100, deadline=None)
+@given(buckets())
+def test_a_full_row_and_its_drafts_fit_the_page_table(made):
+    assert made.width % 128 == 0
+    assert made.width >= 2 + made.k + 1
+
+
+def test_the_page_table_is_as_wide_as_the_context_and_the_drafts_behind_it():
+    assert make_buckets(max_context=128 - 9).width == 128
+    assert make_buckets(max_context=128 - 8).width == 256
+
+
+def test_there_are_few_buckets_by_default():
+    """Four batch sizes (1, 4, 16, 64) and two contexts, with and without prefill."""
+    made = make_buckets()
+    assert made.main() == sorted(set(made.main()))
+    assert len(made.main()) == 2 * (5 + 6)
+    assert len(make_buckets(max_batch=1, max_context=500).main()) == 5
+    assert len(make_buckets(max_batch=4, max_context=500, batch_buckets=(4,)).main()) == 3
+
+
+def test_a_lone_row_drafts_or_verifies_but_has_no_room_for_both():
+    made = make_buckets()
+    assert made.smallest(1, 0, False, 10, Features()) == Bucket(1, 0, 0, 1024)
+    assert made.smallest(0, 1, False, 10, Features()) == Bucket(0, 1, 0, 1024)
+
+
+def test_a_batch_has_room_for_all_to_draft_and_for_its_share_to_verify():
+    made = make_buckets()
+    assert made.smallest(3, 1, False, 10, Features()) == Bucket(4, 1, 0, 1024)
+    assert made.smallest(5, 0, False, 10, Features()) == Bucket(16, 2, 0, 1024)
+    assert made.smallest(50, 7, False, 1025, Features()) == Bucket(64, 8, 0, 4096)
+
+
+def test_without_drafts_every_row_verifies_in_every_step():
+    made = make_buckets(k=0)
+    assert made.smallest(0, 1, False, 10, Features()) == Bucket(0, 1, 0, 1024)
+    assert made.smallest(0, 5, False, 10, Features()) == Bucket(0, 16, 0, 1024)
+    assert all(bucket.drafts == 0 for bucket in made.main())
+
+
+def test_own_sizes_replace_the_powers_of_four_and_the_largest_is_always_there():
+    made = make_buckets(max_batch=10, batch_buckets=(2, 8, 32), context_buckets=(256, 100_000))
+    batches = {bucket.drafts for bucket in made.main() if bucket.drafts}
+    assert batches == {2, 8, 10}
+    assert {bucket.context for bucket in made.main()} == {256, made.width}
+
+
+def test_features_are_the_union_of_what_requests_ask_for():
+    plain, filters = SamplingParams(), SamplingParams(top_k=5)
+    penalties = SamplingParams(frequency_penalty=0.5)
+    assert Features().including(plain) == Features(False, False, -1)
+    assert Features().including(filters).including(plain).filters
+    assert Features().including(filters).including(penalties) == Features(True, True, -1)
+
+
+@pytest.mark.parametrize(("asked", "reported"), [(None, -1), (0, 0), (1, 5), (5, 5), (6, 20)])
+def test_logprobs_come_in_a_few_widths(asked, reported):
+    features = Features().including(SamplingParams(logprobs=asked))
+    assert make_buckets().smallest(3, 1, False, 10, features).logprobs == reported
+    assert features.including(SamplingParams(logprobs=20)).logprobs == 20
+
+
+def test_a_step_that_only_drafts_reports_no_logprobs():
+    features = Features(logprobs=5)
+    assert make_buckets().smallest(1, 0, False, 10, features).logprobs == -1
+    assert make_buckets().smallest(0, 0, True, 10, features).logprobs == 5

@@ -1,0 +1,420 @@
+"""The scheduler, driven through a simulated device: no step may read what it should not."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter, deque
+from typing import NamedTuple
+from unittest import mock
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sparsespec_jax.engine import plan as plan_module
+from sparsespec_jax.engine.buckets import Buckets
+from sparsespec_jax.engine.request import Request
+from sparsespec_jax.engine.scheduler import PlannedStep, Scheduler
+from sparsespec_jax.kv.allocator import SlotAllocator
+from sparsespec_jax.sampling.params import SamplingParams
+from tests.sparsespec_jax.engine.simulated_device import Script, SimulatedDevice
+
+EOS_IDS = (95, 96)
+MAX_CONTEXT = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Arrival:
+    """A request to be: its life is fixed before it starts. Times are in steps."""
+
+    prompt: tuple[int, ...]
+    max_new: int = 8
+    stop_after: int = 100
+    agreement: float = 0.7
+    arrives: int = 0
+    cancelled: int | None = None
+
+    @property
+    def max_length(self) -> int:
+        return len(self.prompt) + self.max_new
+
+
+@dataclasses.dataclass(frozen=True)
+class Traffic:
+    """Arrivals and the engine they meet. `spare`: slots beyond what the largest request needs."""
+
+    arrivals: tuple[Arrival, ...]
+    k: int = 4
+    max_batch: int = 4
+    chunk: int = 4
+    prefill_rows: int = 2
+    batch_buckets: tuple[int, ...] | None = None
+    spare: int = 100
+    in_flight: int = 1
+    updates_per_chunk: int = 512
+
+    @property
+    def capacity(self) -> int:
+        return max(arrival.max_length for arrival in self.arrivals) + self.k + self.spare
+
+
+class Step(NamedTuple):
+    """What a dispatched step held, padding not counted."""
+
+    drafts: int
+    verifies: int
+    prompt_tokens: int
+    planned: PlannedStep
+
+
+class Loop:
+    """The engine's loop, with the simulated device for an executor."""
+
+    def __init__(self, traffic: Traffic):
+        self.traffic = traffic
+        self.buckets = Buckets(
+            max_batch=traffic.max_batch,
+            max_context=MAX_CONTEXT,
+            k=traffic.k,
+            chunk=traffic.chunk,
+            prefill_rows=traffic.prefill_rows,
+            batch_buckets=traffic.batch_buckets,
+            context_buckets=(32, 64),
+        )
+        self.allocator = SlotAllocator(traffic.capacity + 1)
+        self.scheduler = Scheduler(self.buckets, self.allocator, eos_ids=EOS_IDS)
+        self.device = SimulatedDevice(self.buckets, traffic.capacity + 1)
+        self.scripts: list[Script] = []
+        self.tokens: dict[int, list[int]] = {}
+        self.live: dict[int, Script] = {}
+        self.cancelled: set[int] = set()
+        self.admitted: list[int] = []
+        self.steps: list[Step] = []
+        self._in_flight = deque()
+        for arrival in traffic.arrivals:
+            self._prepare(arrival)
+
+    def _prepare(self, arrival: Arrival) -> None:
+        number = len(self.scripts)
+        prompt = np.array(arrival.prompt, np.int32)
+        request = Request(
+            number, prompt, SamplingParams(), number, arrival.max_length, lambda event: None
+        )
+        stop_at = len(prompt) - 1 + arrival.stop_after
+        script = Script(request, stop_at, arrival.agreement)
+        self.scripts.append(script)
+        self.device.expect(script, EOS_IDS)
+
+    def run(self) -> Loop:
+        """Until nothing is left; a loop that can make no progress fails."""
+        clock, last_event = 0, self._last_event()
+        while clock <= last_event or self.live or self._in_flight:
+            self._requests_come_and_go(clock)
+            progress = self._advance()
+            assert progress or not self.live, "nothing runs, and nothing can be admitted"
+            self._check_ownership()
+            clock += 1
+            assert clock < 5_000
+        return self
+
+    def _last_event(self) -> int:
+        arrivals = self.traffic.arrivals
+        return max(max(a.arrives, a.cancelled or 0) for a in arrivals)
+
+    def _requests_come_and_go(self, clock: int) -> None:
+        for script, arrival in zip(self.scripts, self.traffic.arrivals, strict=True):
+            number = script.request.request_id
+            if arrival.arrives == clock:
+                self.scheduler.add(script.request)
+                self.live[number] = script
+                self.tokens[number] = []
+            if arrival.cancelled == clock and number in self.live:
+                self.scheduler.remove(script.request)
+                self.cancelled.add(number)
+                del self.live[number]
+
+    def _advance(self) -> bool:
+        planned = self.scheduler.plan()
+        if planned is not None:
+            self.admitted += [request.request_id for request in planned.admitted]
+            self.steps.append(self._checked(planned))
+            self._in_flight.append((planned, self.device.run(planned)))
+        keep = self.traffic.in_flight if planned is not None else 0
+        was_waiting = bool(self._in_flight)
+        while len(self._in_flight) > keep:
+            self._read(*self._in_flight.popleft())
+            if planned is None:
+                break
+        return planned is not None or was_waiting
+
+    def _read(self, planned: PlannedStep, result) -> None:
+        for emitting in planned.emitting:
+            entry, number = emitting.entry, emitting.row.request.request_id
+            new = result.tokens[entry]
+            if self.scheduler.read(emitting, len(new), bool(result.finished[entry])):
+                self.tokens[number] += new
+                if result.finished[entry]:
+                    del self.live[number]
+            else:
+                assert number not in self.live
+                assert number in self.cancelled or not new
+
+    def _checked(self, planned: PlannedStep) -> Step:
+        bucket = planned.bucket
+        plan = self.buckets.layout(bucket).unpack(planned.packed)
+        drafts, verifies = (
+            int((section[:, 0] != self.device.trash).sum())
+            for section in (plan.drafts, plan.verifies)
+        )
+        step = Step(drafts, verifies, int(plan.chunks[:, 2].sum()), planned)
+        assert drafts + verifies <= self.traffic.max_batch
+        assert verifies <= self.buckets.most_verifies(self.traffic.max_batch)
+        assert planned.tokens <= (
+            drafts + verifies * (self.traffic.k + 1) + bucket.chunks * self.traffic.chunk
+        )
+        return step
+
+    def _check_ownership(self) -> None:
+        """A slot of a request's own is nobody else's; a prefix is shared among equal prompts."""
+        own, shared = Counter(), {}
+        for row, script in enumerate(self.device.occupant):
+            if script is None or script.request.request_id not in self.live:
+                continue
+            mapped = self.device.mapped_for[row] == script.request.request_id
+            slots = self.device.page_table[row]
+            prefix, key = len(script.request.prompt) - 1, script.request.prefix_key
+            own.update(slots[mapped & (np.arange(len(slots)) >= prefix)])
+            for slot in slots[mapped & (np.arange(len(slots)) < prefix)]:
+                assert shared.setdefault(slot, key) == key
+        assert all(count == 1 for count in own.values())
+        assert own.keys().isdisjoint(shared)
+        assert len(own) + len(shared) <= self.allocator.used
+
+
+def run(traffic: Traffic) -> Loop:
+    with mock.patch.object(plan_module, "UPDATES_PER_CHUNK", traffic.updates_per_chunk):
+        return Loop(traffic).run()
+
+
+def assert_all_is_well_in_the_end(loop: Loop) -> None:
+    for script in loop.scripts:
+        number = script.request.request_id
+        output = script.output
+        if number in loop.cancelled:
+            output = output[: len(loop.tokens[number])]
+        assert loop.tokens[number] == output
+    assert loop.admitted == sorted(loop.admitted), "not first come, first served"
+    assert set(range(len(loop.scripts))) - set(loop.admitted) <= loop.cancelled
+    assert loop.scheduler.running == loop.scheduler.waiting == 0
+    assert loop.scheduler.requests() == []
+    assert loop.allocator.used == loop.allocator.reserved == 0
+
+
+PROMPTS = [(7,), (7, 8), (7, 8, 9, 1, 2), (7, 8, 9, 1, 3), tuple(range(13)), tuple(range(20, 39))]
+
+
+@st.composite
+def arrivals(draw) -> Arrival:
+    arrives = draw(st.sampled_from([0, 0, 1, 2, 5, 13, 30]))
+    delay = draw(st.none() | st.integers(0, 25))
+    return Arrival(
+        prompt=draw(st.sampled_from(PROMPTS)),
+        max_new=draw(st.integers(1, 30)),
+        stop_after=draw(st.integers(1, 40)),
+        agreement=draw(st.sampled_from([0.0, 0.7, 1.0])),
+        arrives=arrives,
+        cancelled=None if delay is None else arrives + delay,
+    )
+
+
+@st.composite
+def traffics(draw) -> Traffic:
+    requests = draw(st.lists(arrivals(), min_size=1, max_size=14))
+    return Traffic(
+        arrivals=tuple(sorted(requests, key=lambda arrival: arrival.arrives)),
+        k=draw(st.sampled_from([0, 1, 4, 8])),
+        max_batch=draw(st.sampled_from([1, 2, 4, 7, 16])),
+        chunk=draw(st.sampled_from([1, 3, 16])),
+        prefill_rows=draw(st.sampled_from([1, 2, 4])),
+        batch_buckets=draw(st.sampled_from([None, (1,), (2, 4, 8), (3,), (16,)])),
+        spare=draw(st.sampled_from([0, 3, 20, 200])),
+        in_flight=draw(st.sampled_from([1, 1, 0])),
+        updates_per_chunk=draw(st.sampled_from([512, 1])),
+    )
+
+
+@settings(max_examples=150, deadline=None)
+@given(traffics())
+def test_any_traffic_ends_well_and_no_step_touches_what_is_not_its_own(traffic):
+    """Whatever the arrivals, cancellations, sizes and what is accepted."""
+    assert_all_is_well_in_the_end(run(traffic))
+
+
+def _prompt_tokens(loop: Loop) -> int:
+    return sum(step.prompt_tokens for step in loop.steps)
+
+
+def _fixed(count: int, **changes) -> tuple[Arrival, ...]:
+    """Requests with prompts of their own."""
+    return tuple(Arrival((number, number + 1, number + 2), **changes) for number in range(count))
+
+
+def test_without_requests_there_is_nothing_to_do():
+    assert Loop(Traffic(_fixed(1))).scheduler.plan() is None
+
+
+def test_a_cycle_is_k_drafts_and_then_one_verification():
+    loop = run(Traffic(_fixed(1, max_new=11, agreement=1.0), k=4))
+    steps = [step[:3] for step in loop.steps]
+    cycle = [(1, 0, 0)] * 4 + [(0, 1, 0)]
+    assert steps[:11] == [(0, 0, 3), *cycle, *cycle]
+    assert loop.tokens[0] == loop.scripts[0].output
+
+
+def test_without_drafts_every_step_emits_a_token_of_every_row():
+    loop = run(Traffic(_fixed(3, max_new=6), k=0, prefill_rows=4))
+    assert [step[:3] for step in loop.steps[:6]] == [(0, 0, 9)] + [(0, 3, 0)] * 5
+
+
+def test_the_next_step_is_planned_before_the_last_result_is_read():
+    """A row is found finished one step late, and that step is all that is wasted on it."""
+    late, sync = (run(Traffic(_fixed(1, max_new=5), k=0, in_flight=n)) for n in (1, 0))
+    assert late.tokens == sync.tokens
+    assert len(late.steps) == len(sync.steps) + 1
+
+
+@pytest.mark.parametrize("stagger", [0, 3])
+def test_steps_have_about_as_many_tokens_as_each_other(stagger):
+    """B (2k + 1) / (k + 1) tokens on average, and never off by more than one verification."""
+    batch, k = 16, 4
+    requests = tuple(
+        Arrival((number,), max_new=60, agreement=0.7, arrives=number * stagger)
+        for number in range(batch)
+    )
+    loop = run(Traffic(requests, k=k, max_batch=batch, prefill_rows=4, spare=2000))
+    full = [step for step in loop.steps if step.drafts + step.verifies == batch]
+    steady = [step.planned.tokens for step in full[k + 1 :]]
+    mean = batch * (2 * k + 1) / (k + 1)
+    assert len(steady) > 2 * (k + 1)
+    assert max(abs(tokens - mean) for tokens in steady) <= k + 1
+    whole = len(steady) // (k + 1) * (k + 1)
+    assert np.mean(steady[:whole]) == pytest.approx(mean, abs=0.5)
+
+
+def test_rows_that_all_want_to_verify_at_once_take_turns():
+    """The bucket is that of all rows that run, not of the few that find a place."""
+    requests = tuple(Arrival((number,), max_new=20) for number in range(4))
+    loop = run(Traffic(requests, k=1, max_batch=8, batch_buckets=(2, 4, 8), prefill_rows=4))
+    assert_all_is_well_in_the_end(loop)
+
+
+def test_no_row_waits_longer_than_a_cycle_for_its_verification():
+    k = 1
+    requests = tuple(Arrival((number,), max_new=30) for number in range(16))
+    loop = run(Traffic(requests, k=k, max_batch=16, prefill_rows=16, spare=2000))
+    verified = {number: [] for number in range(16)}
+    for index, step in enumerate(loop.steps):
+        for emitting in step.planned.emitting:
+            verified[emitting.row.request.request_id].append(index)
+    gaps = {gap for steps in verified.values() for gap in np.diff(steps).tolist()}
+    assert k + 1 < max(gaps) <= 2 * (k + 1)
+
+
+def test_the_first_in_line_is_not_overtaken_by_smaller_requests():
+    small = Arrival((1,), max_new=4)
+    large = Arrival(tuple(range(20)), max_new=30)
+    loop = run(Traffic((small, small, large, small, small), spare=0, max_batch=16))
+    assert loop.admitted == [0, 1, 2, 3, 4]
+    assert_all_is_well_in_the_end(loop)
+
+
+def test_equal_prompts_are_computed_once():
+    """But for their last token, whose pass gives each request its own first logits."""
+    prompt = tuple(range(13))
+    loop = run(Traffic((Arrival(prompt),) * 4, max_batch=4))
+    assert _prompt_tokens(loop) == 12 + 4
+    assert [script.request.stats.shared_tokens for script in loop.scripts] == [0, 12, 12, 12]
+    assert_all_is_well_in_the_end(loop)
+
+
+def test_a_prompt_stays_cached_while_an_equal_one_waits():
+    prompt = tuple(range(13))
+    loop = run(Traffic((Arrival(prompt),) * 3, max_batch=1))
+    assert _prompt_tokens(loop) == 12 + 3
+
+
+def test_prompts_that_begin_alike_are_not_shared():
+    loop = run(Traffic((Arrival((1, 2, 3, 4)), Arrival((1, 2, 3, 5)), Arrival((1, 2, 3)))))
+    assert _prompt_tokens(loop) == 4 + 4 + 3
+    assert_all_is_well_in_the_end(loop)
+
+
+@pytest.mark.parametrize("cancelled", range(6))
+def test_another_request_starts_over_when_the_one_that_fills_their_prefix_is_cancelled(cancelled):
+    prompt = tuple(range(13))
+    first = Arrival(prompt, cancelled=cancelled)
+    loop = run(Traffic((first, Arrival(prompt), Arrival(prompt)), prefill_rows=1))
+    assert loop.tokens[1] == loop.scripts[1].output
+    assert loop.tokens[2] == loop.scripts[2].output
+    assert_all_is_well_in_the_end(loop)
+
+
+def test_a_prefix_kept_for_a_later_request_makes_room_for_the_first_in_line():
+    """Or nothing would ever run again: the prefix waits for its request, which waits in line."""
+    shared = Arrival(tuple(range(20)), max_new=2)
+    large = Arrival(tuple(range(20, 30)), max_new=40)
+    loop = run(Traffic((shared, large, shared), max_batch=1, spare=0))
+    assert_all_is_well_in_the_end(loop)
+
+
+def test_a_page_table_too_long_for_one_step_is_sent_in_several():
+    prompt = tuple(range(50))
+    loop = run(Traffic((Arrival(prompt),) * 3, updates_per_chunk=1, chunk=3, prefill_rows=2))
+    assert any(step.planned.bucket.chunks and not step.prompt_tokens for step in loop.steps)
+    assert_all_is_well_in_the_end(loop)
+
+
+def test_a_cancelled_row_is_not_in_the_next_step():
+    loop = Loop(Traffic(_fixed(2, max_new=30, cancelled=5)))
+    loop.run()
+    assert len(loop.steps) == 5
+    assert_all_is_well_in_the_end(loop)
+
+
+def test_results_of_a_request_that_left_its_row_are_ignored():
+    """The row may be another's by the time they are read."""
+    loop = Loop(Traffic(_fixed(2, max_new=30), max_batch=1))
+    first, second = (script.request for script in loop.scripts)
+    loop.scheduler.add(first)
+    planned = loop.scheduler.plan()
+    loop.scheduler.remove(first)
+    loop.scheduler.add(second)
+    assert loop.scheduler.plan().admitted == [second]
+    assert planned.emitting[0].row.request is first
+    assert not loop.scheduler.read(planned.emitting[0], 1, True)
+    assert loop.scheduler.requests() == [second]
+
+
+def test_removing_an_unknown_request_changes_nothing():
+    loop = Loop(Traffic(_fixed(2)))
+    known, unknown = (script.request for script in loop.scripts)
+    loop.scheduler.add(known)
+    loop.scheduler.remove(unknown)
+    assert loop.scheduler.requests() == [known]
+
+
+def test_what_one_request_needs_of_a_step_stays_until_nothing_is_left():
+    """Switching back and forth would compile many more steps."""
+    loop = Loop(Traffic(_fixed(3, max_new=6), max_batch=4))
+    plain, penalised, later = (script.request for script in loop.scripts)
+    penalised.params = SamplingParams(presence_penalty=1.0)
+    loop.scheduler.add(plain)
+    assert not loop.scheduler.plan().bucket.penalties
+    loop.scheduler.add(penalised)
+    assert loop.scheduler.plan().bucket.penalties
+    loop.scheduler.remove(penalised)
+    assert loop.scheduler.plan().bucket.penalties
+    loop.scheduler.remove(plain)
+    loop.scheduler.add(later)
+    assert not loop.scheduler.plan().bucket.penalties

@@ -1,0 +1,178 @@
+"""Prefixes: computed once, kept while they are used or about to be, and given back in full."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from sparsespec_jax.kv.allocator import SlotAllocator
+from sparsespec_jax.kv.prefix import Prefix, PrefixCache
+
+CAPACITY = 12
+PROMPTS = [np.arange(length, dtype=np.int32) for length in (1, 2, 4, 5, 7)]
+
+
+class User:
+    """Compared by identity, as rows are."""
+
+
+class Traffic(RuleBasedStateMachine):
+    """Requests wait with a prompt, use its prefix, fill it, are cancelled, finish."""
+
+    @initialize()
+    def start(self):
+        self.allocator = SlotAllocator(CAPACITY + 1)
+        self.cache = PrefixCache(self.allocator)
+        self.waiting: list[int] = []
+        self.users: list[tuple[User, int, Prefix]] = []
+        self.kept: dict[int, Prefix] = {}  # prefixes that must exist, by prompt
+
+    def key(self, prompt: int) -> bytes:
+        return PrefixCache.key(PROMPTS[prompt])
+
+    def used(self, prompt: int) -> bool:
+        return any(other == prompt for _, other, _ in self.users)
+
+    def forget_the_unused(self):
+        for prompt, prefix in list(self.kept.items()):
+            awaited = prefix.ready and prompt in self.waiting
+            if not self.used(prompt) and not awaited:
+                del self.kept[prompt]
+
+    @rule(prompt=st.sampled_from(range(len(PROMPTS))))
+    def a_request_waits(self, prompt):
+        self.cache.enqueue(self.key(prompt))
+        self.waiting.append(prompt)
+
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data())
+    def a_waiting_request_is_cancelled(self, data):
+        prompt = self.waiting.pop(data.draw(st.integers(0, len(self.waiting) - 1)))
+        self.cache.dequeue(self.key(prompt))
+        self.forget_the_unused()
+
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data())
+    def a_waiting_request_is_admitted(self, data):
+        index = data.draw(st.integers(0, len(self.waiting) - 1))
+        prompt = self.waiting[index]
+        length = len(PROMPTS[prompt])
+        missing = self.cache.missing_slots(self.key(prompt), length)
+        assert missing == (0 if prompt in self.kept else length - 1)
+        if not self.allocator.reserve(missing):
+            return
+        prefix = self.cache.acquire(self.key(prompt), length)
+        self.waiting.pop(index)
+        self.cache.dequeue(self.key(prompt))
+        assert len(prefix) == length - 1
+        assert prefix is self.kept.setdefault(prompt, prefix)
+        self.users.append((User(), prompt, prefix))
+
+    @precondition(lambda self: self.users)
+    @rule(data=st.data())
+    def a_user_starts_to_fill_its_prefix(self, data):
+        user, _, prefix = data.draw(st.sampled_from(self.users))
+        if not prefix.ready and prefix.filler is None:
+            prefix.filler = user
+
+    @precondition(lambda self: self.users)
+    @rule(data=st.data())
+    def a_filler_is_done(self, data):
+        user, _, prefix = data.draw(st.sampled_from(self.users))
+        if prefix.filler is user:
+            prefix.ready = True
+
+    @precondition(lambda self: self.users)
+    @rule(data=st.data())
+    def a_user_leaves(self, data):
+        user, _, prefix = self.users.pop(data.draw(st.integers(0, len(self.users) - 1)))
+        filled = prefix.filler is user
+        self.cache.release(prefix, user)
+        if filled:
+            assert prefix.filler is None
+        self.forget_the_unused()
+
+    @rule(prompt=st.sampled_from(range(len(PROMPTS))))
+    def room_is_made_for_another_prompt(self, prompt):
+        """Only what nobody uses goes, and never what it is made for."""
+        self.cache.drop_idle(keep=self.key(prompt))
+        self.kept = {p: x for p, x in self.kept.items() if self.used(p) or p == prompt}
+
+    @invariant()
+    def users_of_a_prompt_share_its_prefix(self):
+        for _, prompt, prefix in self.users:
+            assert prefix is self.kept[prompt]
+        for prompt, prefix in self.kept.items():
+            assert prefix.users == sum(other == prompt for _, other, _ in self.users)
+
+    @invariant()
+    def the_pool_holds_the_kept_prefixes_and_nothing_else(self):
+        slots = [slot for prefix in self.kept.values() for slot in prefix.slots.tolist()]
+        assert len(set(slots)) == len(slots) == self.allocator.used == self.allocator.reserved
+        for prompt, text in enumerate(PROMPTS):
+            missing = self.cache.missing_slots(self.key(prompt), len(text))
+            assert missing == (0 if prompt in self.kept else len(text) - 1)
+
+    def teardown(self):
+        for user, _, prefix in self.users:
+            self.cache.release(prefix, user)
+        for prompt in self.waiting:
+            self.cache.dequeue(self.key(prompt))
+        assert self.allocator.used == self.allocator.reserved == 0
+
+
+TestTraffic = Traffic.TestCase
+TestTraffic.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+
+
+def _cache() -> PrefixCache:
+    allocator = SlotAllocator(CAPACITY + 1)
+    allocator.reserve(CAPACITY)
+    return PrefixCache(allocator)
+
+
+def test_another_user_may_start_over_when_the_filler_is_cancelled():
+    cache, key = _cache(), PrefixCache.key(PROMPTS[3])
+    first, second = User(), User()
+    prefix = cache.acquire(key, 5)
+    cache.acquire(key, 5)
+    prefix.filler = first
+    cache.release(prefix, first)
+    assert prefix.filler is None
+    assert not prefix.ready
+    prefix.filler = second
+    cache.release(prefix, User())
+    assert prefix.filler is second
+
+
+def test_a_finished_prefix_outlives_its_users_while_someone_waits_for_it():
+    cache, key = _cache(), PrefixCache.key(PROMPTS[3])
+    user, prefix = User(), cache.acquire(key, 5)
+    cache.enqueue(key)
+    prefix.ready = True
+    cache.release(prefix, user)
+    assert cache.acquire(key, 5) is prefix
+
+
+def test_an_unfinished_prefix_dies_with_its_last_user_even_if_someone_waits():
+    cache, key = _cache(), PrefixCache.key(PROMPTS[3])
+    user, prefix = User(), cache.acquire(key, 5)
+    cache.enqueue(key)
+    cache.release(prefix, user)
+    assert cache.acquire(key, 5) is not prefix
+
+
+def test_prompts_are_told_apart_by_every_token_and_by_their_length():
+    prompts = [[1, 2, 3], [1, 2], [1, 2, 4], [1, 2, 3, 0], [0, 1, 2, 3]]
+    assert len({PrefixCache.key(np.array(prompt)) for prompt in prompts}) == len(prompts)
+    assert PrefixCache.key(np.array([1, 2], np.int64)) == PrefixCache.key(
+        np.array([1, 2], np.int32)
+    )
+
+
+def test_a_prompt_of_one_token_has_a_prefix_of_none():
+    cache, key = PrefixCache(SlotAllocator(2)), PrefixCache.key(PROMPTS[0])
+    assert cache.missing_slots(key, 1) == 0
+    assert len(cache.acquire(key, 1)) == 0
