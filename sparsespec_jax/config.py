@@ -63,9 +63,9 @@ class EngineConfig:
         full contexts need, up to 2 GiB.
       dtype: of weights and KV cache: `auto` (the checkpoint's; float32 on a CPU), `float32`,
         `bfloat16` or `float16`.
-      prefill_chunk: prompt tokens in one row of a prefill; 1 or more, a multiple of 16 on a GPU.
-      prefill_rows: prefill rows in one step, so a step takes up to `prefill_chunk * prefill_rows`
-        prompt tokens.
+      prefill_chunk: prompt tokens in one prefill row of a step; None: 256 on a GPU, 64 on a CPU.
+      prefill_rows: prefill rows in one step, so that a step takes up to `prefill_chunk *
+        prefill_rows` prompt tokens; None: 8 on a GPU, 2 on a CPU.
       overlap: `resident` dispatches ahead of the results; `sync` waits for each step (debugging).
       implementation: of the kernels: `pallas` on GPUs and `xla` elsewhere by default.
       batch_buckets, context_buckets: row counts and context widths that steps are compiled for;
@@ -78,8 +78,8 @@ class EngineConfig:
     max_context: int | None = None
     kv_cache_memory: float | int | None = None
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    prefill_chunk: int = 128
-    prefill_rows: int = 4
+    prefill_chunk: int | None = None
+    prefill_rows: int | None = None
     overlap: Overlap = "resident"
     implementation: Implementation = "auto"
     batch_buckets: tuple[int, ...] | None = None
@@ -89,15 +89,14 @@ class EngineConfig:
 
     def __post_init__(self):
         _check_int("max_batch", self.max_batch, 1, 4096)
-        if self.max_context is not None:
-            _check_int("max_context", self.max_context, 2)
+        for name, least in (("max_context", 2), ("prefill_chunk", 1), ("prefill_rows", 1)):
+            if getattr(self, name) is not None:
+                _check_int(name, getattr(self, name), least)
         _check_memory(self.kv_cache_memory)
         if self.dtype not in ("auto", "float32", "bfloat16", "float16"):
             raise ValueError(
                 f"dtype must be one of auto, float32, bfloat16, float16, got {self.dtype!r}"
             )
-        _check_int("prefill_chunk", self.prefill_chunk, 1)
-        _check_int("prefill_rows", self.prefill_rows, 1)
         _check_choice("overlap", self.overlap, Overlap)
         _check_choice("implementation", self.implementation, Implementation)
         for name in ("batch_buckets", "context_buckets"):

@@ -79,22 +79,24 @@ def causal_attention(
     position, query = jnp.arange(context), jnp.arange(n)
     in_row = position < (rows.start + rows.count)[:, None]
     slots = jnp.where(in_row, page_table[rows.row, :context], 0)
-    k = k_pool[slots].astype(jnp.float32)
-    v = jnp.where(in_row[..., None, None], v_pool[slots].astype(jnp.float32), 0)
+    # [R, Hkv, context, D]: gathered head by head, as the products want them.
+    slots, heads = slots[:, None], jnp.arange(n_kv_heads)[:, None]
+    k = k_pool[slots, heads].astype(jnp.float32)
+    v = jnp.where(in_row[:, None, :, None], v_pool[slots, heads].astype(jnp.float32), 0)
     live = position <= (rows.start[:, None] + query)[..., None]
     live = live & (query < rows.count[:, None])[..., None]
 
     # A group's queries are the rows of one matrix: batched products of small ones are slow on CPUs.
     q = q.astype(jnp.float32).reshape(n_rows, n, n_kv_heads, -1, head_dim)
     q = q.transpose(0, 2, 3, 1, 4).reshape(n_rows, n_kv_heads, -1, head_dim)
-    logits = jnp.einsum("rhqd,rhds->rhqs", q, k.transpose(0, 2, 3, 1), precision=_EXACT) * scale
+    logits = jnp.einsum("rhqd,rhsd->rhqs", q, k, precision=_EXACT) * scale
     group = n_heads // n_kv_heads
     weights = logits.reshape(n_rows, n_kv_heads, group, n, context)
     weights = _softmax(weights, live[:, None, None])
     out = jnp.einsum(
         "rhqs,rhsd->rhqd",
         weights.reshape(logits.shape),
-        v.transpose(0, 2, 1, 3),
+        v,
         precision=_EXACT,
     )
     out = out.reshape(n_rows, n_kv_heads, group, n, head_dim).transpose(0, 3, 1, 2, 4)

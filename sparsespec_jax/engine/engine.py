@@ -36,6 +36,7 @@ from sparsespec_jax.sampling.verification import LENGTH, RUNNING, STOPPED
 logger = logging.getLogger(__name__)
 
 FINISH_REASONS = {RUNNING: None, STOPPED: "stop", LENGTH: "length", NON_FINITE: "error"}
+PREFILL = {"gpu": (256, 8), "cpu": (64, 2)}  # tokens a row, rows a step
 STEPS_IN_FLIGHT = {"resident": 1, "sync": 0}  # dispatched, unread steps when the next is planned
 
 
@@ -77,17 +78,18 @@ class Engine:
             )
         self.k = 0 if speculation.method == "none" else speculation.k
         placement = placement or Placement.single_device()
+        device = placement.mesh.devices.flat[0]
+        chunk, chunk_rows = PREFILL["cpu" if device.platform == "cpu" else "gpu"]
         self._buckets = Buckets(
             max_batch=config.max_batch,
             max_context=self.max_context,
             k=self.k,
-            chunk=config.prefill_chunk,
-            prefill_rows=config.prefill_rows,
+            chunk=config.prefill_chunk or chunk,
+            prefill_rows=config.prefill_rows or chunk_rows,
             batch_buckets=config.batch_buckets,
             context_buckets=config.context_buckets,
         )
         dtype = params["embedding"].dtype
-        device = placement.mesh.devices.flat[0]
         slots = pool_slots(model, config, self._buckets.width, dtype, device)
         self._executor = Executor(
             model, params, config, speculation, self._buckets, slots, placement

@@ -1,0 +1,186 @@
+"""Losslessness: with the same seeds, every way of drafting emits the tokens of plain decoding.
+
+Float32 on a CPU, compared token by token. The weights are random, scaled up so that drafts are
+partly right: both acceptance and rejection happen all the time.
+"""
+
+import dataclasses
+import queue
+
+import jax
+import numpy as np
+import pytest
+
+from sparsespec_jax.config import EngineConfig, SpeculationConfig
+from sparsespec_jax.engine.engine import Engine
+from sparsespec_jax.models.config import ModelConfig, RopeConfig
+from sparsespec_jax.models.parameters import init_params
+from sparsespec_jax.sampling.params import SamplingParams, sample_seed
+
+VOCAB, EOS, CONTEXT = 96, (3, 5), 256
+QWEN3 = ModelConfig(
+    architecture="Qwen3ForCausalLM",
+    vocab_size=VOCAB,
+    hidden_size=32,
+    intermediate_size=48,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    max_position_embeddings=CONTEXT,
+    qk_norm=True,
+    tie_word_embeddings=True,
+    eos_token_ids=EOS,
+)
+MODELS = {
+    "qwen3": QWEN3,
+    "qwen2": dataclasses.replace(
+        QWEN3, architecture="Qwen2ForCausalLM", qk_norm=False, qkv_bias=True, num_heads=6
+    ),
+    "llama": dataclasses.replace(
+        QWEN3,
+        architecture="LlamaForCausalLM",
+        qk_norm=False,
+        tie_word_embeddings=False,
+        rope=RopeConfig(kind="llama3", factor=4.0, original_max_position_embeddings=64),
+    ),
+    "yarn": dataclasses.replace(
+        QWEN3, rope=RopeConfig(kind="yarn", factor=4.0, original_max_position_embeddings=64)
+    ),
+}
+PILLAR = SpeculationConfig(k=4, sparsity=0.05, min_budget=12)
+PLAIN = SpeculationConfig(method="none")
+
+
+def prompts_and_params() -> list[tuple[np.ndarray, SamplingParams]]:
+    """A mixed batch: greedy and sampled, n > 1, filters, penalties, bias, stops, all lengths."""
+    rng = np.random.default_rng(7)
+
+    def prompt(length: int) -> np.ndarray:
+        return rng.integers(6, VOCAB, length)
+
+    common = dict(seed=11, temperature=0.65, max_tokens=60)
+    shared = prompt(37)
+    return [
+        (prompt(1), SamplingParams(temperature=0.0, max_tokens=80)),
+        (prompt(90), SamplingParams(**common)),
+        *((shared, SamplingParams(**common | {"seed": sample_seed(5, i)})) for i in range(3)),
+        (prompt(20), SamplingParams(**common, top_k=12, top_p=0.8, min_p=0.02)),
+        (prompt(17), SamplingParams(**common, presence_penalty=0.7, frequency_penalty=0.4)),
+        (prompt(33), SamplingParams(**common, repetition_penalty=1.3, ignore_eos=True)),
+        (prompt(16), SamplingParams(**common, logit_bias={9: 4.0, 10: -100.0}, logprobs=3)),
+        (prompt(8), SamplingParams(**common, min_tokens=25, logit_bias={3: 6.0})),
+        (prompt(12), SamplingParams(**common, stop_token_ids=tuple(range(20, 30)))),
+        (prompt(50), SamplingParams(temperature=1.0, seed=1, max_tokens=1)),
+        (prompt(64), SamplingParams(temperature=1.0, seed=2, logprobs=0, logprobs_mode="raw")),
+    ]
+
+
+def make_engine(model: ModelConfig, speculation: SpeculationConfig, **config) -> Engine:
+    params = jax.tree.map(lambda w: 1.6 * w, init_params(model, jax.random.key(1)))
+    settings = dict(
+        max_batch=6,
+        prefill_chunk=16,
+        prefill_rows=2,
+        batch_buckets=(6,),
+        context_buckets=(384,),
+        seed=0,
+    )
+    return Engine(model, params, EngineConfig(**settings | config), speculation)
+
+
+def run(engine: Engine, requests=None) -> list[dict]:
+    """Tokens, logprobs and finish reason of each request."""
+    requests = prompts_and_params() if requests is None else requests
+    events = queue.SimpleQueue()
+    submitted = [engine.submit(prompt, params, events.put) for prompt, params in requests]
+    found = {
+        request.request_id: dict(tokens=[], logprobs=[], top=[], reason=None, stats=request.stats)
+        for request in submitted
+    }
+    running = len(found)
+    while running:
+        event = events.get(timeout=300)
+        assert event.error is None, event.error
+        entry = found[event.request_id]
+        entry["tokens"] += event.tokens
+        for logprobs in event.logprobs or ():
+            entry["logprobs"].append(logprobs.logprob)
+            entry["top"].append([token for token, _ in logprobs.top])
+        if event.finish_reason is not None:
+            entry["reason"] = event.finish_reason
+            running -= 1
+    return list(found.values())
+
+
+def assert_same(found: list[dict], expected: list[dict]) -> None:
+    for number, (a, b) in enumerate(zip(found, expected, strict=True)):
+        assert a["tokens"] == b["tokens"], f"request {number}"
+        assert a["reason"] == b["reason"], f"request {number}"
+        assert a["top"] == b["top"], f"request {number}"
+        np.testing.assert_allclose(a["logprobs"], b["logprobs"], atol=1e-4, err_msg=f"{number}")
+
+
+@pytest.fixture(scope="module")
+def plain_outputs():
+    """What plain decoding emits, by model; computed when first asked for."""
+    outputs = {}
+
+    def of(name: str) -> list[dict]:
+        if name not in outputs:
+            engine = make_engine(MODELS[name], PLAIN)
+            outputs[name] = run(engine)
+            engine.close()
+        return outputs[name]
+
+    return of
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_pillar_emits_what_plain_decoding_emits(name, plain_outputs):
+    engine = make_engine(MODELS[name], PILLAR)
+    found = run(engine)
+    engine.close()
+    assert_same(found, plain_outputs(name))
+    accepted = sum(entry["stats"].full_accepted for entry in found)
+    drafted = 4 * sum(entry["stats"].full_cycles for entry in found)
+    assert 0.2 < accepted / drafted < 0.95, "the test must see acceptance and rejection"
+
+
+@pytest.mark.parametrize(
+    ("speculation", "config"),
+    [
+        (SpeculationConfig(k=1, sparsity=0.3, min_budget=1), {}),
+        (SpeculationConfig(k=15, sparsity=0.02, min_budget=4), {}),
+        (SpeculationConfig(k=3, min_budget=1000), {"overlap": "sync", "max_batch": 3}),
+        (PILLAR, {"prefill_chunk": 5, "prefill_rows": 3, "max_batch": 2}),
+        (PILLAR, {"kv_cache_memory": 520 * 512, "batch_buckets": None, "context_buckets": None}),
+    ],
+    ids=["k=1", "k=15", "k=3, everything selected, sync", "small chunks", "small pool, buckets"],
+)
+def test_no_setting_changes_the_output(speculation, config, plain_outputs):
+    engine = make_engine(MODELS["qwen3"], speculation, **config)
+    found = run(engine)
+    engine.close()
+    assert_same(found, plain_outputs("qwen3"))
+
+
+def test_a_request_alone_emits_what_it_emits_in_a_batch(plain_outputs):
+    engine = make_engine(MODELS["qwen3"], PILLAR)
+    requests = prompts_and_params()
+    for number in (1, 2, 5, 6, 9):
+        assert_same(run(engine, [requests[number]]), [plain_outputs("qwen3")[number]])
+    engine.close()
+
+
+def test_rejection_verification_is_exact_for_greedy_requests_and_valid_for_sampled_ones(
+    plain_outputs,
+):
+    rejection = dataclasses.replace(PILLAR, verification="rejection")
+    engine = make_engine(MODELS["qwen3"], rejection)
+    requests = prompts_and_params()
+    found = run(engine, [requests[0], requests[5], requests[10]])
+    engine.close()
+    assert_same(found[:1], plain_outputs("qwen3")[:1])
+    assert all(entry["tokens"] for entry in found)
+    assert set(found[2]["tokens"][:-1]).isdisjoint(range(20, 30)), "a stop id ends the request"
