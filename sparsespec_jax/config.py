@@ -10,8 +10,9 @@ from typing import Any, Literal, get_args
 Overlap = Literal["resident", "sync"]
 Verification = Literal["coupled", "rejection"]
 Method = Literal["pillar", "none"]
-ScoreRule = Literal["paper"]
+ScoreRule = Literal["paper", "shifted"]
 Implementation = Literal["auto", "pallas", "xla"]
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +70,7 @@ class EngineConfig:
       overlap: `resident` dispatches ahead of the results; `sync` waits for each step (debugging).
       implementation: of the kernels: `pallas` on GPUs and `xla` elsewhere by default.
       batch_buckets, context_buckets: row counts and context widths that steps are compiled for;
-        None: powers of four, up to `max_batch` and `max_context`.
+        None: `max_batch` and `max_context`, and down by quarters.
       seed: the seeds of requests without one derive from it; None: from the operating system.
       compilation_cache_dir: keeps compiled steps between runs; None: what jax is set to.
     """
@@ -77,7 +78,7 @@ class EngineConfig:
     max_batch: int = 64
     max_context: int | None = None
     kv_cache_memory: float | int | None = None
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    dtype: Dtype = "auto"
     prefill_chunk: int | None = None
     prefill_rows: int | None = None
     overlap: Overlap = "resident"
@@ -89,6 +90,11 @@ class EngineConfig:
 
     def __post_init__(self):
         _check_int("max_batch", self.max_batch, 1, 4096)
+        for name, least in (("max_context", 2), ("prefill_chunk", 1), ("prefill_rows", 1)):
+            if getattr(self, name) is not None:
+                _check_int(name, getattr(self, name), least)
+        _check_memory(self.kv_cache_memory)
+        _check_choice("dtype", self.dtype, Dtype)
         for name, least in (("max_context", 2), ("prefill_chunk", 1), ("prefill_rows", 1)):
             if getattr(self, name) is not None:
                 _check_int(name, getattr(self, name), least)

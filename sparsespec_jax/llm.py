@@ -11,7 +11,8 @@ import jax
 
 from sparsespec_jax.config import EngineConfig, SpeculationConfig
 from sparsespec_jax.engine.engine import Engine
-from sparsespec_jax.engine.request import Request, TokenEvent
+from sparsespec_jax.engine.events import TokenEvent
+from sparsespec_jax.engine.request import Request
 from sparsespec_jax.models.bundled import bundled_model
 from sparsespec_jax.models.loading import load_model
 from sparsespec_jax.models.tokenizer import Tokenizer

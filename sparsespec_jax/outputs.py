@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from sparsespec_jax.engine.request import RequestStats, TokenLogprobs
+from sparsespec_jax.engine.events import TokenLogprobs
+from sparsespec_jax.engine.request import RequestStats
 
 
 @dataclasses.dataclass(frozen=True)

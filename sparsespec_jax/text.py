@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sparsespec_jax.engine.request import TokenLogprobs
+from sparsespec_jax.engine.events import TokenLogprobs
 from sparsespec_jax.models.tokenizer import StreamDecoder, Tokenizer
 from sparsespec_jax.sampling.params import SamplingParams
 

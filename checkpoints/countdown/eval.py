@@ -29,8 +29,11 @@ def generate(
         SamplingParams(temperature=args.temperature, seed=args.seed + index)
         for index in range(len(problems))
     ]
-    speculation = SpeculationConfig(method=args.method, k=args.k)
-    with LLM(model, engine=EngineConfig(max_batch=args.batch), speculation=speculation) as llm:
+    speculation = SpeculationConfig(
+        method=args.method, k=args.k, score_rule=args.score_rule, min_budget=args.min_budget
+    )
+    engine = EngineConfig(max_batch=args.batch, batch_buckets=(args.batch,))
+    with LLM(model, engine=engine, speculation=speculation) as llm:
         prompts = [llm.chat_prompt(problem.prompt()) for problem in problems]
         llm.warmup()
         began = time.perf_counter()
@@ -66,6 +69,8 @@ def main(argv: Sequence[str] | None = None) -> dict:
     parser.add_argument("--temperature", type=float, default=0.65)
     parser.add_argument("--method", default="pillar", help="how to draft; none: plain decoding")
     parser.add_argument("--k", type=int, default=8, help="tokens drafted in a cycle")
+    parser.add_argument("--min-budget", type=int, default=128, help="positions a draft reads")
+    parser.add_argument("--score-rule", default="paper", help="how queries' scores combine")
     parser.add_argument("--batch", type=int, default=64, help="requests that run at once")
     parser.add_argument("--json", type=Path, help="also write the figures and texts to this file")
     args = parser.parse_args(argv)

@@ -16,16 +16,17 @@ class Verified(NamedTuple):
     scores: [layers, E, kv_heads, Q, context] probabilities that each query gave each position,
       mean over the query heads of a group; zero for queries that do not exist.
     queries: [E] int32 queries that exist, from the front.
+    committed: [E] int32 of those, the ones whose tokens are final: the accepted drafts and the
+      token before them, or a prompt's. The rest are queries of rejected drafts.
     start: [E] int32 position of the first scored query.
-    accepted: [E] int32 drafts that were accepted (0 for prefills).
     length: [E] int32 tokens of the row after the step; the last one's KV is not written yet.
     """
 
     row: jax.Array
     scores: jax.Array
     queries: jax.Array
+    committed: jax.Array
     start: jax.Array
-    accepted: jax.Array
     length: jax.Array
 
 

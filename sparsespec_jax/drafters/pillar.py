@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_kernels import DraftRows, select_positions
 from sparsespec_jax.config import Implementation, SpeculationConfig
@@ -44,7 +45,7 @@ class PillarDrafter:
         self.k = speculation.k
         # k + 1 tokens since the verification's first query, and up to k drafts behind them.
         self.max_recent = 2 * speculation.k + 1
-        self._speculation = speculation
+        self._budgets = np.array([speculation.budget(n) for n in range(max_context + 1)], np.int32)
         self._shape = (model.num_layers, model.num_kv_heads, speculation.budget(max_context))
         self._rule = SCORE_RULES[speculation.score_rule]
         self._implementation = implementation
@@ -77,8 +78,8 @@ class PillarDrafter:
 
     def _selected_count(self, verified: Verified, candidates: jax.Array, width: int) -> jax.Array:
         """Budget of the context less the recent positions, which every draft attends to anyway."""
-        speculation, cached = self._speculation, verified.length - 1
-        share = jnp.ceil(speculation.sparsity * cached).astype(jnp.int32)
-        budget = jnp.maximum(speculation.min_budget, share)
+        cached = verified.length - 1
         recent = cached - verified.start
-        return jnp.clip(budget - recent, 0, jnp.minimum(candidates, width))
+        return jnp.clip(
+            jnp.asarray(self._budgets)[cached] - recent, 0, jnp.minimum(candidates, width)
+        )

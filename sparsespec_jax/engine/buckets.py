@@ -51,10 +51,10 @@ class Buckets:
         self.k = k
         self.chunk = chunk
         self.prefill_rows = prefill_rows
-        self._batches = _up_to(max_batch, batch_buckets or _powers_of_four(1, max_batch))
+        self._batches = _up_to(max_batch, batch_buckets or _quarters(max_batch, 1, 1))
         # Drafts of a full-length row sit up to k positions past the longest context.
         self.width = -(-(max_context + k + 1) // 128) * 128
-        contexts = context_buckets or _powers_of_four(min(1024, self.width), self.width)
+        contexts = context_buckets or _quarters(self.width, 1024, 128)
         self._contexts = _up_to(self.width, contexts)
 
     def most_verifies(self, rows: int) -> int:
@@ -107,10 +107,11 @@ class Buckets:
         return ResultLayout(self.k + 1, bucket.logprobs)
 
 
-def _powers_of_four(first: int, last: int) -> tuple[int, ...]:
-    sizes = [first]
-    while sizes[-1] < last:
-        sizes.append(min(sizes[-1] * 4, last))
+def _quarters(largest: int, least: int, multiple: int) -> tuple[int, ...]:
+    """`largest`, a quarter of it and so on while that is `least` or more; rounded up."""
+    sizes = [largest]
+    while (quarter := -(-sizes[0] // (4 * multiple)) * multiple) >= least and quarter < sizes[0]:
+        sizes.insert(0, quarter)
     return tuple(sizes)
 
 

@@ -20,22 +20,23 @@ import numpy as np
 
 from sparsespec_jax.config import EngineConfig, SpeculationConfig
 from sparsespec_jax.engine.buckets import Buckets
+from sparsespec_jax.engine.events import TokenEvent, token_event
 from sparsespec_jax.engine.executor import DispatchStats, Executor
-from sparsespec_jax.engine.plan import NON_FINITE, StepResult
-from sparsespec_jax.engine.request import Request, TokenEvent, TokenLogprobs
+from sparsespec_jax.engine.plan import StepResult
+from sparsespec_jax.engine.request import Request
 from sparsespec_jax.engine.scheduler import Emitting, PlannedStep, Scheduler
 from sparsespec_jax.kv.allocator import SlotAllocator
 from sparsespec_jax.kv.pool import pool_slots
 from sparsespec_jax.models.config import ModelConfig
 from sparsespec_jax.models.parameters import Params, check_params
 from sparsespec_jax.parallel.sharding import Placement
-from sparsespec_jax.sampling.params import SamplingParams, validate_for_model
+from sparsespec_jax.sampling.params import SamplingParams, sample_seed, validate_for_model
 from sparsespec_jax.sampling.rows import pack_row
-from sparsespec_jax.sampling.verification import LENGTH, RUNNING, STOPPED
+from sparsespec_jax.sampling.verification import RUNNING
 
 logger = logging.getLogger(__name__)
 
-FINISH_REASONS = {RUNNING: None, STOPPED: "stop", LENGTH: "length", NON_FINITE: "error"}
+_REQUEST_IDS = itertools.count()  # of all engines: an id names one request
 PREFILL = {"gpu": (256, 8), "cpu": (64, 2)}  # tokens a row, rows a step
 STEPS_IN_FLIGHT = {"resident": 1, "sync": 0}  # dispatched, unread steps when the next is planned
 
@@ -98,7 +99,9 @@ class Engine:
         self._reset_host()
 
         self._entropy = secrets.randbits(64) if config.seed is None else config.seed
-        self._ids = itertools.count()
+        self._unseeded = itertools.count()
+        self._output_tokens = self._step_tokens = 0
+        self._device_wait = 0.0
         self._wake = threading.Condition()
         self._inbox: deque[Request] = deque()
         self._cancelled: set[int] = set()
@@ -107,13 +110,9 @@ class Engine:
 
     def _reset_host(self) -> None:
         self._allocator = SlotAllocator(self._slots)
-        self._scheduler = Scheduler(
-            self._buckets, self._allocator, eos_ids=self.model.eos_token_ids
-        )
+        self._scheduler = Scheduler(self._buckets, self._allocator)
         self._in_flight: deque[tuple[PlannedStep, jax.Array]] = deque()
         self._by_id: dict[int, Request] = {}
-        self._output_tokens = self._step_tokens = 0
-        self._device_wait = 0.0
 
     # What callers use.
 
@@ -128,23 +127,22 @@ class Engine:
         """Queue one completion of `prompt` (token ids).
 
         Args:
-          sink: called with every event, on the engine's thread: it must be quick and not raise.
+          sink: called with every event, on the engine's thread: it must be quick. One that raises
+            is not called again.
           seed: overrides `params.seed`; `params.n` is the caller's business.
 
         Raises ValueError if the request can never run, RuntimeError if the engine is closed.
         """
-        request_id = next(self._ids)
+        request_id = next(_REQUEST_IDS)
         if seed is None:
             seed = params.seed
         if seed is None:
-            seed = (self._entropy + request_id * 0x9E3779B97F4A7C15) % 2**64
+            seed = sample_seed(self._entropy, next(self._unseeded))
         prompt = self._check_prompt(prompt)
         validate_for_model(params, self.model.vocab_size)
-        # What cannot be packed must raise here: in the step it would end everybody's requests.
-        pack_row(params, seed, len(prompt), self.model.eos_token_ids)
-        request = Request(
-            request_id, prompt, params, seed, self._max_length(len(prompt), params), sink
-        )
+        sampling = pack_row(params, seed, len(prompt), self.model.eos_token_ids)
+        max_length = self._max_length(len(prompt), params)
+        request = Request(request_id, prompt, params, sampling, max_length, sink)
         with self._wake:
             if self._closed:
                 raise RuntimeError("the engine is closed")
@@ -162,15 +160,19 @@ class Engine:
             self._wake.notify()
 
     def close(self) -> None:
-        """Cancel everything and stop the thread. Idempotent."""
+        """Cancel everything, stop the thread and free the device's memory. Idempotent."""
         with self._wake:
             self._closed = True
             self._wake.notify()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
+        self._executor.release()
 
     def warmup(self, progress: Callable | None = None) -> None:
-        """Compile the steps of ordinary traffic. `progress` wraps the list, as tqdm does."""
+        """Compile the steps of ordinary traffic, before the first request.
+
+        `progress` wraps the list, as tqdm does.
+        """
         self._executor.warmup(self._buckets.main(), progress)
 
     def stats(self) -> EngineStats:
@@ -236,7 +238,7 @@ class Engine:
                 for request_id in cancelled & self._by_id.keys():
                     request = self._by_id[request_id]
                     self._scheduler.remove(request)
-                    self._finish(request, TokenEvent(request_id, (), finish_reason="cancelled"))
+                    self._send(request, TokenEvent(request_id, (), finish_reason="cancelled"))
                 if closed:
                     return
                 self._advance()
@@ -287,30 +289,21 @@ class Engine:
             self._output_tokens += emitted
         if emitted and emitting.n_drafts is not None:
             stats.count_cycle(self.k, emitting.n_drafts, int(result.accepted[entry]))
-        error = None
-        if finish == NON_FINITE:
-            error = FloatingPointError(
-                f"request {request.request_id}: the model's logits are not finite after "
-                f"{stats.output_tokens} tokens"
-            )
-        if not (emitted or finish):
-            return
-        event = TokenEvent(
-            request.request_id,
-            tuple(result.tokens[entry, :emitted].tolist()),
-            _token_logprobs(request.params, result, entry, emitted),
-            FINISH_REASONS[finish],
-            error,
-        )
-        if finish:
-            self._finish(request, event)
-        else:
-            request.sink(event)
+        event = token_event(request.request_id, request.params, result, entry)
+        if event is not None:
+            self._send(request, event)
 
-    def _finish(self, request: Request, event: TokenEvent) -> None:
-        request.stats.finished = time.monotonic()
-        del self._by_id[request.request_id]
-        request.sink(event)
+    def _send(self, request: Request, event: TokenEvent) -> None:
+        """Deliver an event. A sink that raises loses its request, and nobody else's."""
+        if event.finish_reason is not None:
+            request.stats.finished = time.monotonic()
+            self._by_id.pop(request.request_id, None)
+        try:
+            request.sink(event)
+        except Exception:
+            logger.exception("the sink of request %d raised; it is dropped", request.request_id)
+            self._by_id.pop(request.request_id, None)
+            self._scheduler.remove(request)
 
     def _fail(self, error: Exception) -> None:
         """The step itself failed: every request ends with the error, and the engine starts over."""
@@ -327,26 +320,7 @@ class Engine:
                 self._inbox.clear()
             error.add_note(f"starting over failed too: {reset_error!r}")
         for request in failed:
-            request.stats.finished = time.monotonic()
-            request.sink(TokenEvent(request.request_id, (), finish_reason="error", error=error))
-
-
-def _token_logprobs(
-    params: SamplingParams, result: StepResult, entry: int, emitted: int
-) -> tuple[TokenLogprobs, ...] | None:
-    if params.logprobs is None:
-        return None
-    top = params.logprobs
-    return tuple(
-        TokenLogprobs(
-            float(result.logprobs[entry, i]),
-            tuple(
-                zip(
-                    result.top_ids[entry, i, :top].tolist(),
-                    result.top_logprobs[entry, i, :top].tolist(),
-                    strict=True,
-                )
-            ),
-        )
-        for i in range(emitted)
-    )
+            self._send(
+                request,
+                TokenEvent(request.request_id, (), finish_reason="error", error=error),
+            )

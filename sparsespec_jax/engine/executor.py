@@ -64,6 +64,10 @@ class Executor:
     def dtype(self) -> jnp.dtype:
         return self._params["embedding"].dtype
 
+    def release(self) -> None:
+        """Let go of all device arrays; nothing can be dispatched any more."""
+        self._params = self._pools = self._state = None
+
     def reset(self) -> None:
         """Start over with an empty pool and no rows."""
         self._pools = self._state = None  # free the old ones first

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from sparsespec_jax.engine.events import TokenEvent
 from sparsespec_jax.kv.prefix import PrefixCache
 from sparsespec_jax.sampling.params import SamplingParams
 
@@ -54,37 +55,18 @@ class RequestStats:
         return self.full_accepted / self.full_cycles
 
 
-@dataclasses.dataclass(frozen=True)
-class TokenLogprobs:
-    """Logprobs of one emitted token, and of the most likely ones (id, logprob), best first."""
-
-    logprob: float
-    top: tuple[tuple[int, float], ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class TokenEvent:
-    """New tokens of a request, its end, or both.
-
-    finish_reason: None while it runs; then `stop` (an EOS or stop id, which is the last token),
-    `length`, `cancelled` or `error`.
-    """
-
-    request_id: int
-    tokens: tuple[int, ...]
-    logprobs: tuple[TokenLogprobs, ...] | None = None
-    finish_reason: str | None = None
-    error: Exception | None = None
-
-
 @dataclasses.dataclass(eq=False)
 class Request:
-    """One completion to generate: `prompt` int32 [n], to at most `max_length` tokens in all."""
+    """One completion to generate.
+
+    prompt: int32 [n]. max_length: tokens at most, the prompt's included.
+    sampling: int32 [ROW_WORDS], `params` and the seed as the device wants them.
+    """
 
     request_id: int
     prompt: np.ndarray
     params: SamplingParams
-    seed: int
+    sampling: np.ndarray
     max_length: int
     sink: Callable[[TokenEvent], None]
     stats: RequestStats = dataclasses.field(default_factory=RequestStats)

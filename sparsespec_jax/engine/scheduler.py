@@ -16,7 +16,6 @@ from sparsespec_jax.engine.plan import Bucket, Plan
 from sparsespec_jax.engine.request import Request
 from sparsespec_jax.kv.allocator import SlotAllocator
 from sparsespec_jax.kv.prefix import Prefix, PrefixCache
-from sparsespec_jax.sampling.rows import pack_row
 
 
 @dataclasses.dataclass(eq=False)
@@ -63,7 +62,7 @@ class Emitting:
 
     row: Row
     entry: int
-    most: int
+    most_tokens: int
     n_drafts: int | None
 
 
@@ -84,17 +83,10 @@ class PlannedStep:
 class Scheduler:
     """Waiting and running requests, their rows and slots; `plan` makes the next step of them."""
 
-    def __init__(
-        self,
-        buckets: Buckets,
-        allocator: SlotAllocator,
-        *,
-        eos_ids: tuple[int, ...],
-    ):
+    def __init__(self, buckets: Buckets, allocator: SlotAllocator):
         self._buckets = buckets
         self._allocator = allocator
         self._prefixes = PrefixCache(allocator)
-        self._eos_ids = eos_ids
         self._k = buckets.k
         self._features = Features()
         self._waiting: deque[Request] = deque()
@@ -115,9 +107,10 @@ class Scheduler:
     # Requests come and go.
 
     def add(self, request: Request) -> None:
-        """Queue a request. What it needs of a step stays compiled in until nothing runs or waits:
+        """Queue a request.
 
-        switching back and forth would compile many more steps.
+        What it needs of a step stays in all steps until nothing runs or waits: switching back and
+        forth would compile many more of them.
         """
         if not (self._rows or self._waiting):
             self._features = Features()
@@ -139,7 +132,7 @@ class Scheduler:
         row = emitting.row
         if self._rows.get(row.index) is not row:
             return False
-        row.unread -= emitting.most
+        row.unread -= emitting.most_tokens
         row.known_length += emitted
         if finished:
             self._retire(row)
@@ -151,7 +144,7 @@ class Scheduler:
         if row.slots:
             self._allocator.give_back(np.concatenate(row.slots))
         self._allocator.release(row.reserved)
-        self._prefixes.release(row.prefix, row)
+        self._prefixes.release(row.prefix)
 
     def _admit(self) -> list[Request]:
         """First come, first served; a request reserves the most slots it may ever need."""
@@ -179,7 +172,7 @@ class Scheduler:
     def plan(self) -> PlannedStep | None:
         """The next step, or None if there is nothing to do until a result is read."""
         admitted = self._admit()
-        prefilling = self._prefilling()
+        prefilling = [row for row in self._rows.values() if row.phase is None]
         drafting = [
             row for row in self._rows.values() if row.phase is not None and row.phase < self._k
         ]
@@ -201,7 +194,7 @@ class Scheduler:
         emitting = self._plan_verifies(plan, bucket, verifying)
         self._plan_drafts(plan, drafting)
         emitting += self._plan_chunks(plan, bucket, prefilling, updates)
-        tokens = len(drafting) + sum(e.most for e in emitting if e.n_drafts is not None)
+        tokens = len(drafting) + sum(e.most_tokens for e in emitting if e.n_drafts is not None)
         tokens += int(plan.chunks[:, 2].sum())
         return PlannedStep(bucket, packed, emitting, admitted, tokens)
 
@@ -220,23 +213,13 @@ class Scheduler:
             row.phase = row.first_phase = 0
         return emitting
 
-    def _prefilling(self) -> list[Row]:
-        """Rows with prompt tokens to process now, in order of admission."""
-        rows = []
-        for row in self._rows.values():
-            if row.phase is not None:
-                continue
-            prefix = row.prefix
-            if not prefix.ready and prefix.filler is None:
-                prefix.filler = row
-            if prefix.ready or prefix.filler is row:
-                rows.append(row)
-        return rows
-
     def _plan_chunks(
         self, plan: Plan, bucket: Bucket, rows: list[Row], updates: _Updates
     ) -> list[Emitting]:
-        """Prompt chunks, in order of admission, while there is room for them and their mapping."""
+        """Prompt chunks, in order of admission, while there is room for them and their mapping.
+
+        In this order, a row that shares a prefix comes after the one that fills it.
+        """
         emitting, entry = [], 0
         first_result = bucket.verifies
         for row in rows:
@@ -261,19 +244,16 @@ class Scheduler:
         return emitting
 
     def _admission(self, row: Row) -> np.ndarray:
-        request = row.request
-        sampling = pack_row(request.params, request.seed, row.prompt_length, self._eos_ids)
-        return np.concatenate([[row.index, row.prompt_length, request.max_length], sampling])
+        head = [row.index, row.prompt_length, row.request.max_length]
+        return np.concatenate([head, row.request.sampling])
 
     def _start_decoding(self, row: Row) -> None:
         """Join the emptiest phase, so that every step has about as many tokens as the others."""
         row.prefix.ready = True
         row.unread += 1
-        counts = np.zeros(max(self._k, 1), np.int64)
-        for other in self._rows.values():
-            if other.phase is not None and other.phase < len(counts):
-                counts[other.phase] += 1
-        row.phase = row.first_phase = int(counts.argmin()) if self._k else 0
+        phases = [other.phase for other in self._rows.values() if other.phase is not None]
+        counts = np.bincount(phases, minlength=self._k + 1)
+        row.phase = row.first_phase = int(counts.argmin())
 
 
 class _Updates:

@@ -389,10 +389,10 @@ class Step:
             row=row,
             scores=scores,
             queries=jnp.concatenate([n_drafts + 1, scored]),
+            committed=jnp.concatenate([accepted[: self.bucket.verifies] + 1, scored]),
             start=jnp.where(
                 trash, 0, jnp.concatenate([old_length[verify_row] - 1, start + count - scored])
             ),
-            accepted=accepted,
             length=length[row],
         )
 

@@ -16,16 +16,11 @@ from sparsespec_jax.kv.allocator import SlotAllocator
 
 @dataclasses.dataclass(eq=False)
 class Prefix:
-    """The cached tokens of one prompt.
-
-    `filler` is the user that prefills them; `ready` once that is dispatched, so that later steps
-    may read them.
-    """
+    """The cached tokens of one prompt; `ready` once a user's prefill of them is dispatched."""
 
     key: bytes
     slots: np.ndarray
     users: int = 0
-    filler: object | None = None
     ready: bool = False
 
     def __len__(self) -> int:
@@ -49,7 +44,9 @@ class PrefixCache:
         self._waiting[key] += 1
 
     def dequeue(self, key: bytes) -> None:
-        """It waits no longer (admitted or cancelled)."""
+        """It waits no longer (admitted or cancelled). Raises KeyError if none waits."""
+        if key not in self._waiting:
+            raise KeyError(f"no request waits with this prompt of {len(key) // 4} tokens")
         self._waiting[key] -= 1
         if not self._waiting[key]:
             del self._waiting[key]
@@ -67,11 +64,9 @@ class PrefixCache:
         prefix.users += 1
         return prefix
 
-    def release(self, prefix: Prefix, user: object) -> None:
-        """`user` is gone. If it was filling the prefix, another user may start over."""
+    def release(self, prefix: Prefix) -> None:
+        """A user is gone."""
         prefix.users -= 1
-        if prefix.filler is user:
-            prefix.filler = None
         self._drop_unused(prefix.key)
 
     def drop_idle(self, *, keep: bytes) -> None:

@@ -26,7 +26,7 @@ def embed(params: Params, tokens: jax.Array) -> jax.Array:
 def attention_inputs(
     layer: Params, x: jax.Array, cos: jax.Array, sin: jax.Array, config: ModelConfig
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Normed and rotated queries [..., heads, head_dim], keys and values [..., kv_heads, head_dim]."""
+    """Rotated queries [..., heads, head_dim] and keys, and values, [..., kv_heads, head_dim]."""
     x = rms_norm(x, layer["attention_norm"], config.rms_norm_eps)
     qkv = _matmul(x, layer["qkv"], 1)
     if config.qkv_bias:

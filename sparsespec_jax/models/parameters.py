@@ -72,7 +72,7 @@ def map_specs(function: Callable[[ParamSpec], Any], specs: Params) -> Params:
 
 
 def init_params(config: ModelConfig, key: jax.Array, dtype: jnp.dtype = jnp.float32) -> Params:
-    """Random parameters: normal with variance 1 / fan_in (embeddings 0.02), norms one, biases zero."""
+    """Random: variance 1 / fan_in (embeddings: standard deviation 0.02), norms 1, biases 0."""
     leaves, tree = jax.tree.flatten(
         describe(config), is_leaf=lambda leaf: isinstance(leaf, ParamSpec)
     )

@@ -29,7 +29,7 @@ def rope_tables(
 
 
 def apply_rope(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotate `x` [..., heads, head_dim] in the half-split layout; cos and sin [..., head_dim / 2]."""
+    """Rotate `x` [..., heads, head_dim], half-split layout; cos and sin are [..., head_dim / 2]."""
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     cos, sin = cos[..., None, :], sin[..., None, :]
     rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)

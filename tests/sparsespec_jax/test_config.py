@@ -1,4 +1,4 @@
-"""Configurations: what they allow, and that a refusal names the field, the value and the choices."""
+"""Configurations: allowed values, and refusals that name field, value and choices."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _BAD = {
             r"a fraction in \(0, 1\) or a positive number of bytes",
         ),
         "dtype": (["fp8", "bf16", None, 16], "auto, float32, bfloat16, float16"),
-        "prefill_chunk": ([0, -1, 1.5, None, True], "an integer at least 1"),
-        "prefill_rows": ([0, -1, 1.5, None, True], "an integer at least 1"),
+        "prefill_chunk": ([0, -1, 1.5, "8", True], "an integer at least 1"),
+        "prefill_rows": ([0, -1, 1.5, "8", True], "an integer at least 1"),
         "overlap": (["async", None], "resident, sync"),
         "implementation": (["cuda", None], "auto, pallas, xla"),
         "batch_buckets": (

@@ -1,4 +1,4 @@
-"""Text as it is generated: stop strings, what may be shown already, characters over several tokens."""
+"""Text as it is generated: stop strings, what may be shown, characters over several tokens."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers
 
-from sparsespec_jax.engine.request import TokenLogprobs
+from sparsespec_jax.engine.events import TokenLogprobs
 from sparsespec_jax.models.tokenizer import Tokenizer
 from sparsespec_jax.sampling.params import SamplingParams
 from sparsespec_jax.text import TextAssembler

@@ -20,7 +20,7 @@ TRASH_ROW = BATCH
 
 
 def make_pillar(model, *, max_context=MAX_CONTEXT, **speculation) -> PillarDrafter:
-    defaults = {"k": K, "min_budget": 8, "sparsity": 0.25}
+    defaults = {"k": K, "min_budget": 8, "sparsity": 0.25, "score_rule": "paper"}
     return PillarDrafter(model, SpeculationConfig(**defaults | speculation), max_context, "xla")
 
 
@@ -39,8 +39,8 @@ def make_verified(model, row, *, length, emitted, queries=K + 1, context=CONTEXT
         row=jnp.asarray(row, jnp.int32),
         scores=jnp.asarray(scores, jnp.float32),
         queries=jnp.asarray(queries),
+        committed=jnp.asarray(np.maximum(emitted, 1)),
         start=jnp.asarray(start),
-        accepted=jnp.asarray(emitted - 1),
         length=jnp.asarray(length),
     )
 

@@ -16,7 +16,6 @@ from sparsespec_jax.engine.plan import Bucket, Plan
 from sparsespec_jax.engine.request import Request
 from sparsespec_jax.engine.scheduler import PlannedStep
 from sparsespec_jax.kv.allocator import TRASH_SLOT
-from sparsespec_jax.sampling.rows import pack_row
 
 VOCAB = 97
 NOBODY = -1
@@ -31,7 +30,7 @@ class Script:
     agreement: float
 
     def token(self, position: int) -> int:
-        return (self.request.seed * 31 + position * 17 + 5) % VOCAB
+        return (self.request.request_id * 31 + position * 17 + 5) % VOCAB
 
     @property
     def output(self) -> list[int]:
@@ -78,11 +77,9 @@ class SimulatedDevice:
         self._random = np.random.default_rng(seed)
         self._scripts: dict[bytes, Script] = {}
 
-    def expect(self, script: Script, eos_ids: tuple[int, ...]) -> None:
+    def expect(self, script: Script) -> None:
         """Know the request when it is admitted, by its packed sampling parameters."""
-        request = script.request
-        words = pack_row(request.params, request.seed, len(request.prompt), eos_ids)
-        self._scripts[words.tobytes()] = script
+        self._scripts[script.request.sampling.tobytes()] = script
 
     def run(self, step: PlannedStep) -> SimulatedResult:
         layout = self.buckets.layout(step.bucket)

@@ -93,7 +93,7 @@ def test_the_page_table_is_as_wide_as_the_context_and_the_drafts_behind_it():
 
 
 def test_there_are_few_buckets_by_default():
-    """Four batch sizes (1, 4, 16, 64) and two contexts, with and without prefill."""
+    """Each a quarter of the next: batches of 1, 4, 16 and 64, contexts of 1024 and 4096."""
     made = make_buckets()
     assert made.main() == sorted(set(made.main()))
     assert len(made.main()) == 2 * (5 + 6)
@@ -121,7 +121,7 @@ def test_without_drafts_every_row_verifies_in_every_step():
     assert all(bucket.drafts == 0 for bucket in made.main())
 
 
-def test_own_sizes_replace_the_powers_of_four_and_the_largest_is_always_there():
+def test_own_sizes_replace_the_default_ones_and_the_largest_is_always_there():
     made = make_buckets(max_batch=10, batch_buckets=(2, 8, 32), context_buckets=(256, 100_000))
     batches = {bucket.drafts for bucket in made.main() if bucket.drafts}
     assert batches == {2, 8, 10}

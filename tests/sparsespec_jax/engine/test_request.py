@@ -43,7 +43,7 @@ def test_without_a_full_cycle_of_drafts_there_is_no_mean(stats):
 
 def test_a_request_knows_its_prompt():
     prompt = np.array([3, 4, 5], np.int32)
-    first, second = (Request(i, prompt, SamplingParams(), 0, 9, print) for i in range(2))
+    first, second = (Request(i, prompt, SamplingParams(), np.zeros(1), 9, print) for i in range(2))
     assert first.stats.prompt_tokens == 3
     assert first.prefix_key == second.prefix_key
     assert first.stats.submitted <= second.stats.submitted

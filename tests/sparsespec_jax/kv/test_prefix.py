@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -14,10 +15,6 @@ CAPACITY = 12
 PROMPTS = [np.arange(length, dtype=np.int32) for length in (1, 2, 4, 5, 7)]
 
 
-class User:
-    """Compared by identity, as rows are."""
-
-
 class Traffic(RuleBasedStateMachine):
     """Requests wait with a prompt, use its prefix, fill it, are cancelled, finish."""
 
@@ -26,14 +23,14 @@ class Traffic(RuleBasedStateMachine):
         self.allocator = SlotAllocator(CAPACITY + 1)
         self.cache = PrefixCache(self.allocator)
         self.waiting: list[int] = []
-        self.users: list[tuple[User, int, Prefix]] = []
+        self.users: list[tuple[int, Prefix]] = []
         self.kept: dict[int, Prefix] = {}  # prefixes that must exist, by prompt
 
     def key(self, prompt: int) -> bytes:
         return PrefixCache.key(PROMPTS[prompt])
 
     def used(self, prompt: int) -> bool:
-        return any(other == prompt for _, other, _ in self.users)
+        return any(other == prompt for other, _ in self.users)
 
     def forget_the_unused(self):
         for prompt, prefix in list(self.kept.items()):
@@ -68,30 +65,19 @@ class Traffic(RuleBasedStateMachine):
         self.cache.dequeue(self.key(prompt))
         assert len(prefix) == length - 1
         assert prefix is self.kept.setdefault(prompt, prefix)
-        self.users.append((User(), prompt, prefix))
+        self.users.append((prompt, prefix))
 
     @precondition(lambda self: self.users)
     @rule(data=st.data())
-    def a_user_starts_to_fill_its_prefix(self, data):
-        user, _, prefix = data.draw(st.sampled_from(self.users))
-        if not prefix.ready and prefix.filler is None:
-            prefix.filler = user
-
-    @precondition(lambda self: self.users)
-    @rule(data=st.data())
-    def a_filler_is_done(self, data):
-        user, _, prefix = data.draw(st.sampled_from(self.users))
-        if prefix.filler is user:
-            prefix.ready = True
+    def a_prefix_is_filled(self, data):
+        _, prefix = data.draw(st.sampled_from(self.users))
+        prefix.ready = True
 
     @precondition(lambda self: self.users)
     @rule(data=st.data())
     def a_user_leaves(self, data):
-        user, _, prefix = self.users.pop(data.draw(st.integers(0, len(self.users) - 1)))
-        filled = prefix.filler is user
-        self.cache.release(prefix, user)
-        if filled:
-            assert prefix.filler is None
+        _, prefix = self.users.pop(data.draw(st.integers(0, len(self.users) - 1)))
+        self.cache.release(prefix)
         self.forget_the_unused()
 
     @rule(prompt=st.sampled_from(range(len(PROMPTS))))
@@ -102,10 +88,10 @@ class Traffic(RuleBasedStateMachine):
 
     @invariant()
     def users_of_a_prompt_share_its_prefix(self):
-        for _, prompt, prefix in self.users:
+        for prompt, prefix in self.users:
             assert prefix is self.kept[prompt]
         for prompt, prefix in self.kept.items():
-            assert prefix.users == sum(other == prompt for _, other, _ in self.users)
+            assert prefix.users == sum(other == prompt for other, _ in self.users)
 
     @invariant()
     def the_pool_holds_the_kept_prefixes_and_nothing_else(self):
@@ -116,8 +102,8 @@ class Traffic(RuleBasedStateMachine):
             assert missing == (0 if prompt in self.kept else len(text) - 1)
 
     def teardown(self):
-        for user, _, prefix in self.users:
-            self.cache.release(prefix, user)
+        for _, prefix in self.users:
+            self.cache.release(prefix)
         for prompt in self.waiting:
             self.cache.dequeue(self.key(prompt))
         assert self.allocator.used == self.allocator.reserved == 0
@@ -133,34 +119,25 @@ def _cache() -> PrefixCache:
     return PrefixCache(allocator)
 
 
-def test_another_user_may_start_over_when_the_filler_is_cancelled():
-    cache, key = _cache(), PrefixCache.key(PROMPTS[3])
-    first, second = User(), User()
-    prefix = cache.acquire(key, 5)
-    cache.acquire(key, 5)
-    prefix.filler = first
-    cache.release(prefix, first)
-    assert prefix.filler is None
-    assert not prefix.ready
-    prefix.filler = second
-    cache.release(prefix, User())
-    assert prefix.filler is second
+def test_nobody_can_stop_waiting_who_does_not_wait():
+    with pytest.raises(KeyError, match="no request waits with this prompt of 5 tokens"):
+        _cache().dequeue(PrefixCache.key(PROMPTS[3]))
 
 
 def test_a_finished_prefix_outlives_its_users_while_someone_waits_for_it():
     cache, key = _cache(), PrefixCache.key(PROMPTS[3])
-    user, prefix = User(), cache.acquire(key, 5)
+    prefix = cache.acquire(key, 5)
     cache.enqueue(key)
     prefix.ready = True
-    cache.release(prefix, user)
+    cache.release(prefix)
     assert cache.acquire(key, 5) is prefix
 
 
 def test_an_unfinished_prefix_dies_with_its_last_user_even_if_someone_waits():
     cache, key = _cache(), PrefixCache.key(PROMPTS[3])
-    user, prefix = User(), cache.acquire(key, 5)
+    prefix = cache.acquire(key, 5)
     cache.enqueue(key)
-    cache.release(prefix, user)
+    cache.release(prefix)
     assert cache.acquire(key, 5) is not prefix
 
 
