@@ -289,7 +289,7 @@ class Engine:
             self._output_tokens += emitted
         if emitted and emitting.n_drafts is not None:
             stats.count_cycle(self.k, emitting.n_drafts, int(result.accepted[entry]))
-        event = token_event(request.request_id, request.params, result, entry)
+        event = token_event(request, result, entry)
         if event is not None:
             self._send(request, event)
 

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import TYPE_CHECKING
 
 from sparsespec_jax.engine.plan import NON_FINITE, StepResult
 from sparsespec_jax.sampling.params import SamplingParams
 from sparsespec_jax.sampling.verification import LENGTH, RUNNING, STOPPED
+
+if TYPE_CHECKING:
+    from sparsespec_jax.engine.request import Request
 
 FINISH_REASONS = {RUNNING: None, STOPPED: "stop", LENGTH: "length", NON_FINITE: "error"}
 
@@ -34,20 +38,21 @@ class TokenEvent:
     error: Exception | None = None
 
 
-def token_event(
-    request_id: int, params: SamplingParams, result: StepResult, entry: int
-) -> TokenEvent | None:
-    """The event of an entry of a step's result; None if nothing happened."""
+def token_event(request: Request, result: StepResult, entry: int) -> TokenEvent | None:
+    """The event of `request`'s entry in a step's result; None if nothing happened."""
     emitted, finish = int(result.emitted[entry]), int(result.finish[entry])
     if not emitted and finish == RUNNING:
         return None
     error = None
     if finish == NON_FINITE:
-        error = FloatingPointError(f"request {request_id}: the model's logits are not finite")
+        error = FloatingPointError(
+            f"request {request.request_id}: the model's logits are not finite after "
+            f"{request.stats.output_tokens} tokens"
+        )
     return TokenEvent(
-        request_id,
+        request.request_id,
         tuple(result.tokens[entry, :emitted].tolist()),
-        _token_logprobs(params, result, entry, emitted),
+        _token_logprobs(request.params, result, entry, emitted),
         FINISH_REASONS[finish],
         error,
     )
