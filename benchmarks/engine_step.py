@@ -11,11 +11,14 @@ nothing, and no throughput is derived from it.
 from __future__ import annotations
 
 import argparse
+import collections
 import functools
+import gzip
 import itertools
 import json
 import os
 import platform
+import re
 import subprocess
 import threading
 import time
@@ -75,7 +78,9 @@ def measure(args: argparse.Namespace) -> dict:
         kv_cache_memory=args.kv_cache_memory,
         seed=0,
     )
-    speculation = SpeculationConfig(method=args.method, k=args.k, sparsity=args.sparsity)
+    speculation = SpeculationConfig(
+        method=args.method, k=args.k, sparsity=args.sparsity, score_rule=args.score_rule
+    )
     engine = Engine(model, random_params(model, dtype), config, speculation)
     start = time.perf_counter()
     engine.warmup()
@@ -107,6 +112,7 @@ def measure(args: argparse.Namespace) -> dict:
     after, seconds = engine.stats(), time.perf_counter() - start
     if after.running < args.batch:
         raise RuntimeError("requests finished inside the window: raise --new-tokens")
+    kernels = profile(engine, args.profile) if args.profile else None
     memory = jax.devices()[0].memory_stats() or {}
     engine.close()
     steps = after.dispatch.steps - before.dispatch.steps
@@ -114,7 +120,7 @@ def measure(args: argparse.Namespace) -> dict:
     waiting = after.device_wait_seconds - before.device_wait_seconds
     return {
         "benchmark": "engine_step",
-        **{key: value for key, value in vars(args).items() if key != "json"},
+        **{key: value for key, value in vars(args).items() if key not in ("json", "profile")},
         "steps": steps,
         "step_ms": 1e3 * seconds / steps,
         "dispatch_ms": 1e3 * dispatch / steps,
@@ -122,9 +128,44 @@ def measure(args: argparse.Namespace) -> dict:
         "tokens_per_step": (after.step_tokens - before.step_tokens) / steps,
         "prefill_seconds": prefill_seconds,
         "compile_seconds": compile_seconds,
+        **({"kernels_us": kernels} if kernels else {}),
         "peak_memory_gib": memory.get("peak_bytes_in_use", 0) / 2**30,
         **environment(),
     }
+
+
+def profile(engine: Engine, directory: Path) -> dict[str, float]:
+    """Microseconds a step of the 40 costliest kernels, of all of them, and of the wall clock.
+
+    Kernels inside command buffers are not seen one by one, so run it with
+    XLA_FLAGS=--xla_gpu_enable_command_buffer= (which makes the gaps larger than they are).
+    """
+    before = engine.stats().dispatch.steps
+    with jax.profiler.trace(str(directory)):
+        start = time.perf_counter()
+        time.sleep(0.3)
+        seconds = time.perf_counter() - start
+    steps = engine.stats().dispatch.steps - before
+    (trace,) = directory.rglob("*.trace.json.gz")
+    events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+    devices = {
+        event["pid"]
+        for event in events
+        if event.get("name") == "process_name" and "GPU" in event["args"]["name"]
+    }
+    streams = {
+        (event["pid"], event["tid"])
+        for event in events
+        if event.get("name") == "thread_name"
+        and event["pid"] in devices
+        and event["args"]["name"].startswith("Stream")
+    }
+    spent = collections.Counter()
+    for event in events:
+        if event.get("ph") == "X" and (event["pid"], event["tid"]) in streams:
+            spent[re.sub(r"[_.]\d+$", "", event["name"])] += event["dur"] / steps
+    table = {name: round(us, 1) for name, us in spent.most_common(40)}
+    return table | {"total": round(spent.total(), 1), "wall": round(1e6 * seconds / steps, 1)}
 
 
 def environment() -> dict:
@@ -159,7 +200,9 @@ def main() -> None:
     parser.add_argument("--settle", type=float, default=0.5, help="seconds before the window")
     parser.add_argument("--seconds", type=float, default=2.0, help="of the window")
     parser.add_argument("--timeout", type=float, default=300)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--score-rule", default="paper")
+    parser.add_argument("--profile", type=Path, help="also trace kernels, into this directory")
+    parser.add_argument("--json", type=Path, help="append the result to this file")
     args = parser.parse_args()
     row = measure(args)
     print(json.dumps(row, indent=1))

@@ -25,7 +25,8 @@ class SpeculationConfig:
       k: tokens drafted in a cycle, 1 to 15.
       sparsity: share of the KV cache that a draft reads.
       min_budget: positions that a draft reads at least, whatever the share.
-      score_rule: how the scores of a verification's queries combine into one ranking.
+      score_rule: how the scores of a verification's queries combine into one ranking: `paper` is
+        their mean, as published; `shifted` also expects attention to move on with the text.
       verification: `coupled` shares the sampling noise between draft and target, so that the
         output is a function of prompt, parameters and seed alone; `rejection` is the standard rule
         (Leviathan et al., 2023).
@@ -35,7 +36,7 @@ class SpeculationConfig:
     k: int = 8
     sparsity: float = 0.05
     min_budget: int = 128
-    score_rule: ScoreRule = "paper"
+    score_rule: ScoreRule = "shifted"
     verification: Verification = "coupled"
 
     def __post_init__(self):

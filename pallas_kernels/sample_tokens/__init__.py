@@ -1,13 +1,16 @@
 """Temperature, penalties, filters, noise and argmax over the vocabulary."""
 
 from pallas_kernels.sample_tokens.api import (
+    best_in_shard,
     finite_rows,
+    merge_shards,
     process_logits,
+    sample,
     sample_tokens,
     sampling_logprobs,
     token_logprobs,
 )
-from pallas_kernels.sample_tokens.args import SampleArgs
+from pallas_kernels.sample_tokens.args import Best, SampleArgs, Sampled
 from pallas_kernels.sample_tokens.noise import (
     ACCEPT_STREAM,
     RESIDUAL_STREAM,
@@ -20,10 +23,15 @@ __all__ = [
     "ACCEPT_STREAM",
     "RESIDUAL_STREAM",
     "SAMPLE_STREAM",
+    "Best",
     "SampleArgs",
+    "Sampled",
+    "best_in_shard",
     "finite_rows",
     "gumbel_noise",
+    "merge_shards",
     "process_logits",
+    "sample",
     "sample_tokens",
     "sampling_logprobs",
     "token_logprobs",

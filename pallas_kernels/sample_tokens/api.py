@@ -6,14 +6,41 @@ neutral parameters get the same result with a switch on or off.
 - `filters`: some row uses top_k, top_p or min_p.
 - `penalties`: some row uses repetition, frequency or presence; needs `history` int32 [S, C], whose
   entries below `args.position` are the tokens before the one being sampled.
+Rows whose `args.position` is negative are skipped, at next to no cost.
+
+The Pallas kernel scores like the reference, operation by operation, so both take the same token
+from the same logits. They may differ on whether top_p keeps the least likely of the tokens it
+keeps, where the sum of probabilities meets top_p within float32 rounding: it has another order.
 """
 
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels.dispatch import Implementation, check
+from pallas_kernels.dispatch import Implementation, check, resolve
 from pallas_kernels.sample_tokens import reference
-from pallas_kernels.sample_tokens.args import SampleArgs
+from pallas_kernels.sample_tokens.args import Best, SampleArgs, Sampled
+
+
+def sample(
+    logits: Array,
+    args: SampleArgs,
+    history: Array | None = None,
+    *,
+    filters: bool = True,
+    penalties: bool = False,
+    implementation: Implementation = "auto",
+    interpret: bool | None = None,
+) -> Sampled:
+    """`sample_tokens` and `finite_rows` in one pass over the logits; arguments as of the former."""
+    _check(logits, history, penalties)
+    pallas, interpret = resolve(implementation, interpret)
+    if logits.shape[0] == 0:
+        return Sampled(jnp.zeros((0,), jnp.int32), jnp.zeros((0,), bool))
+    if pallas:
+        best = _pallas_best(logits, args, history, 0, filters, penalties, interpret)
+    else:
+        best = reference.best_tokens(logits, args, history, filters=filters, penalties=penalties)
+    return Sampled(best.token, jnp.isfinite(best.peak))
 
 
 def sample_tokens(
@@ -24,6 +51,7 @@ def sample_tokens(
     filters: bool = True,
     penalties: bool = False,
     implementation: Implementation = "auto",
+    interpret: bool | None = None,
 ) -> Array:
     """The token of each row: argmax(processed logits + Gumbel noise of (seed, position, id)).
 
@@ -39,9 +67,49 @@ def sample_tokens(
     Returns:
       int32 [S]; arbitrary ids where `finite_rows` is False.
     """
-    _check(logits, history, penalties)
-    _choose(implementation)
-    return reference.sample_tokens(logits, args, history, filters=filters, penalties=penalties)
+    return sample(
+        logits,
+        args,
+        history,
+        filters=filters,
+        penalties=penalties,
+        implementation=implementation,
+        interpret=interpret,
+    ).token
+
+
+def best_in_shard(
+    logits: Array,
+    args: SampleArgs,
+    vocab_start: int | Array,
+    *,
+    implementation: Implementation = "auto",
+    interpret: bool | None = None,
+) -> Best:
+    """The best token of a shard of the vocabulary, without filters and penalties.
+
+    Args:
+      logits: float32 [S, V / shards].
+      args: as for `sample_tokens`; its ids are those of the whole vocabulary.
+      vocab_start: id of the shard's first token.
+
+    Returns:
+      What `merge_shards` makes `sample`'s result of, 12 bytes a row.
+    """
+    _check(logits, None, False)
+    pallas, interpret = resolve(implementation, interpret)
+    if pallas:
+        return _pallas_best(logits, args, None, vocab_start, False, False, interpret)
+    return reference.best_tokens(
+        logits, args, None, filters=False, penalties=False, vocab_start=vocab_start
+    )
+
+
+def merge_shards(best: Best) -> Sampled:
+    """From `best_in_shard` of every shard, stacked in the order of their ids: [shards, S] each."""
+    shard = jnp.argmax(best.score, 0)[None]
+    token = jnp.take_along_axis(best.token, shard, 0)[0]
+    return Sampled(token, jnp.isfinite(best.peak.max(0)))
 
 
 def process_logits(
@@ -86,19 +154,36 @@ def token_logprobs(
     args: SampleArgs,
     history: Array | None = None,
     *,
+    rows: Array | None = None,
     top_n: int = 0,
     penalties: bool = False,
+    implementation: Implementation = "auto",
+    interpret: bool | None = None,
 ) -> tuple[Array, Array, Array]:
-    """What to report of `tokens` (int32 [S]): log_softmax over the full vocabulary, unfiltered.
+    """What to report of `tokens` (int32 [E]): log_softmax over the full vocabulary, unfiltered.
 
     Of the untouched logits where `args.raw_logprobs` is 1, otherwise of the logits after bias,
     penalties and mask divided by temperature (by 1 in greedy rows).
 
+    Args:
+      logits: float32 [S, V].
+      tokens: int32 [E].
+      args: the parameters of each of the E tokens, as is `history`.
+      rows: int32 [E], which row of logits each token is of; default: one after the other. Cheaper
+        than gathering the logits.
+      top_n: how many of the most likely ids to report; more than 0 takes the XLA path, as do
+        penalties.
+
     Returns:
-      logprobs of the tokens float32 [S], the top_n most likely ids int32 [S, top_n], most likely
-      first, and their logprobs float32 [S, top_n].
+      logprobs of the tokens float32 [E], the top_n most likely ids int32 [E, top_n], most likely
+      first, and their logprobs float32 [E, top_n].
     """
     _check(logits, history, penalties)
+    pallas, interpret = resolve(implementation, interpret)
+    if pallas and top_n == 0 and not penalties and tokens.shape[0]:
+        return _pallas_logprobs(logits, tokens, args, rows, interpret), *_no_ranking(len(tokens))
+    if rows is not None:
+        logits = logits[rows]
     return reference.token_logprobs(logits, tokens, args, history, top_n=top_n, penalties=penalties)
 
 
@@ -121,10 +206,54 @@ def _check(logits: Array, history: Array | None, penalties: bool) -> None:
     )
 
 
-def _choose(implementation: Implementation) -> None:
-    check(
-        implementation in ("auto", "pallas", "xla"),
-        f"implementation={implementation!r}, but it must be 'auto', 'pallas' or 'xla'",
+def _pallas_best(
+    logits: Array,
+    args: SampleArgs,
+    history: Array | None,
+    vocab_start: int | Array,
+    filters: bool,
+    penalties: bool,
+    interpret: bool,
+) -> Best:
+    """Penalties are dense and rare: XLA applies them, and the kernel sees the penalised logits."""
+    from pallas_kernels.sample_tokens import pallas_triton
+
+    changes, penalised = pallas_triton.Changes.of(args), logits
+    if penalties:
+        changes = pallas_triton.Changes.none(logits.shape[0])
+        penalised = reference.penalised_logits(logits, args, history)
+    best = pallas_triton.best_tokens(
+        penalised,
+        args,
+        changes,
+        jnp.asarray(vocab_start, jnp.int32),
+        filters=filters,
+        interpret=interpret,
     )
-    if implementation == "pallas":
-        raise NotImplementedError("sample_tokens has no Pallas kernel; use 'auto' or 'xla'")
+    if penalties:
+        best = best._replace(peak=jnp.where(args.position < 0, -jnp.inf, logits.max(-1)))
+    return best
+
+
+def _pallas_logprobs(
+    logits: Array, tokens: Array, args: SampleArgs, rows: Array | None, interpret: bool
+) -> Array:
+    from pallas_kernels.sample_tokens import pallas_triton
+
+    rows = jnp.arange(len(tokens), dtype=jnp.int32) if rows is None else rows.astype(jnp.int32)
+    raw = args.raw_logprobs != 0
+    divisor = jnp.where(raw, 1, reference.divisor(args))
+    args = args._replace(
+        bias_ids=jnp.where(raw[:, None], -1, args.bias_ids),
+        min_length=jnp.where(raw, 0, args.min_length),
+    )
+    normaliser = pallas_triton.log_normalisers(
+        logits, rows, divisor, pallas_triton.Changes.of(args), interpret=interpret
+    )
+    ids, values = reference.sparse_changes(args)
+    change = jnp.where(ids == tokens[:, None], values, 0).sum(-1)
+    return (logits[rows, tokens] + change) / divisor - normaliser
+
+
+def _no_ranking(n: int) -> tuple[Array, Array]:
+    return jnp.zeros((n, 0), jnp.int32), jnp.zeros((n, 0))

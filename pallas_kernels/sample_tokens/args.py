@@ -1,4 +1,4 @@
-"""The arguments of the op that are not logits: `SampleArgs`, one entry per sample row."""
+"""Arguments of the op that are not logits, and its results; one entry per sample row."""
 
 from typing import NamedTuple
 
@@ -27,3 +27,18 @@ class SampleArgs(NamedTuple):
     withheld_ids: Array  # int32 [S, W]
     bias_ids: Array  # int32 [S, N]
     bias_values: Array  # float32 [S, N]
+
+
+class Best(NamedTuple):
+    """The best token of each row of (a shard of) the vocabulary."""
+
+    token: Array  # int32 [S]; its id in the whole vocabulary
+    score: Array  # float32 [S]; processed logit + noise
+    peak: Array  # float32 [S]; the largest logit as the model computed it; +inf or NaN if one is NaN
+
+
+class Sampled(NamedTuple):
+    """What was sampled. Rows that are skipped have token 0 and are not finite."""
+
+    token: Array  # int32 [S]
+    finite: Array  # bool [S]; see `finite_rows`

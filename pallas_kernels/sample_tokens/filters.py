@@ -71,6 +71,12 @@ def ordered_bits(x: Array) -> Array:
     return jnp.where(bits >= _SIGN, ~bits, bits | _SIGN)
 
 
+def float_of_bits(keys: Array) -> Array:
+    """The inverse of `ordered_bits`."""
+    bits = jnp.where(keys >= _SIGN, keys ^ _SIGN, ~keys)
+    return lax.bitcast_convert_type(bits, jnp.float32)
+
+
 def _largest_threshold(keys: Array, enough: Callable[[Array], Array]) -> Array:
     """The largest t [S] for which `enough(keys >= t)` holds; 0 if it never does.
 

@@ -7,32 +7,63 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from pallas_kernels.sample_tokens.args import SampleArgs
+from pallas_kernels.sample_tokens.args import Best, SampleArgs
 from pallas_kernels.sample_tokens.filters import filter_logits
 from pallas_kernels.sample_tokens.noise import gumbel_noise
 
 
 def process_logits(
-    logits: Array, args: SampleArgs, history: Array | None, *, filters: bool, penalties: bool
+    logits: Array,
+    args: SampleArgs,
+    history: Array | None,
+    *,
+    filters: bool,
+    penalties: bool,
+    vocab_start: int | Array = 0,
 ) -> Array:
     """Bias, penalties, the min-length mask, temperature, then filters: float32 [S, V]."""
-    logits = _add_bias(logits, args)
+    logits = _add_sparse(logits, *sparse_changes(args), vocab_start)
     if penalties:
         logits = _penalise(logits, args, history)
-    logits = logits / jnp.where(args.temperature > 0, args.temperature, 1)[:, None]
+    logits = logits / divisor(args)[:, None]
     if filters:
         logits = filter_logits(logits, args.top_k, args.top_p, args.min_p)
     return logits
 
 
-def sample_tokens(
-    logits: Array, args: SampleArgs, history: Array | None, *, filters: bool, penalties: bool
-) -> Array:
-    """argmax(processed logits + Gumbel noise), without noise where temperature is 0: int32 [S]."""
-    scores = process_logits(logits, args, history, filters=filters, penalties=penalties)
-    noise = gumbel_noise(args.seed, args.position, logits.shape[-1])
+def penalised_logits(logits: Array, args: SampleArgs, history: Array) -> Array:
+    """The part of `process_logits` before temperature and filters."""
+    return _penalise(_add_sparse(logits, *sparse_changes(args), 0), args, history)
+
+
+def divisor(args: SampleArgs) -> Array:
+    """The temperature; 1 in greedy rows."""
+    return jnp.where(args.temperature > 0, args.temperature, 1)
+
+
+def best_tokens(
+    logits: Array,
+    args: SampleArgs,
+    history: Array | None,
+    *,
+    filters: bool,
+    penalties: bool,
+    vocab_start: int | Array = 0,
+) -> Best:
+    """argmax(processed logits + Gumbel noise), without noise where temperature is 0."""
+    scores = process_logits(
+        logits, args, history, filters=filters, penalties=penalties, vocab_start=vocab_start
+    )
+    noise = gumbel_noise(args.seed, args.position, logits.shape[-1], vocab_start=vocab_start)
     noisy = scores + jnp.where(args.temperature[:, None] > 0, noise, 0)
-    return jnp.argmax(noisy, -1).astype(jnp.int32)
+    at = jnp.argmax(noisy, -1).astype(jnp.int32)
+    score = jnp.take_along_axis(noisy, at[:, None], -1)[:, 0]
+    live = args.position >= 0
+    return Best(
+        jnp.where(live, at + vocab_start, 0).astype(jnp.int32),
+        jnp.where(live, score, -jnp.inf),
+        jnp.where(live, logits.max(-1), -jnp.inf),
+    )
 
 
 def sampling_logprobs(
@@ -72,8 +103,8 @@ def finite_rows(logits: Array) -> Array:
     return jnp.isfinite(logits.max(-1))  # the maximum is NaN if any entry is
 
 
-def _add_bias(logits: Array, args: SampleArgs) -> Array:
-    """Adds the biases, and -inf to ids withheld at this position: one small scatter.
+def sparse_changes(args: SampleArgs) -> tuple[Array, Array]:
+    """What to add to which ids, [S, N + W] each: the biases, and -inf to ids withheld for now.
 
     -inf survives the penalties, so the mask may come before them.
     """
@@ -81,7 +112,14 @@ def _add_bias(logits: Array, args: SampleArgs) -> Array:
     withheld = jnp.where(early, args.withheld_ids, -1)
     ids = jnp.concatenate([args.bias_ids, withheld], -1)
     values = jnp.concatenate([args.bias_values, jnp.full(withheld.shape, -jnp.inf)], -1)
-    return logits.at[_rows(ids), _drop_if(ids < 0, ids, logits)].add(values, mode="drop")
+    return ids, values
+
+
+def _add_sparse(logits: Array, ids: Array, values: Array, vocab_start: int | Array) -> Array:
+    """One small scatter; padding and the ids of other shards touch nothing."""
+    local = ids - vocab_start
+    local = _drop_if((ids < 0) | (local < 0), local, logits)
+    return logits.at[_rows(ids), local].add(values, mode="drop")
 
 
 def _penalise(logits: Array, args: SampleArgs, history: Array) -> Array:

@@ -15,18 +15,18 @@ from sparsespec_jax.countdown import Problem, check_answer
 if TYPE_CHECKING:
     from sparsespec_jax.outputs import Completion
 
-# None of them was trained on, and each takes a search of a few hundred tokens.
+# None of them was trained on. Searches of some hundred tokens, and one of well over a thousand.
 PROBLEMS = (
-    Problem((13, 10, 23, 27), 53),
+    Problem((17, 28, 14, 16), 36),
+    Problem((25, 21, 2, 30), 128),
     Problem((29, 15, 26, 8), 65),
     Problem((15, 27, 8, 10), 122),
     Problem((4, 7, 25, 29), 26),
     Problem((11, 29, 20, 19), 72),
     Problem((2, 23, 22, 20), 41),
     Problem((18, 21, 13, 12), 75),
-    Problem((5, 20, 30, 16), 130),
 )
-SAMPLING = {"seed": 0, "max_tokens": 960}  # stays within the smallest context that steps have
+SAMPLING = {"seed": 0}
 # One row count, so that few steps have to be compiled: on a CPU that is much of the time.
 ENGINE = {"max_batch": len(PROBLEMS), "batch_buckets": (len(PROBLEMS),)}
 

@@ -6,6 +6,7 @@ that. Nothing it needs for planning is on the device: see `scheduler.py`.
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import itertools
 import logging
@@ -150,6 +151,7 @@ class Engine:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
                 self._thread.start()
+                atexit.register(self.close)  # a thread inside XLA at exit aborts the process
             self._wake.notify()
         return request
 
@@ -167,6 +169,7 @@ class Engine:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
         self._executor.release()
+        atexit.unregister(self.close)
 
     def warmup(self, progress: Callable | None = None) -> None:
         """Compile the steps of ordinary traffic, before the first request.

@@ -5,7 +5,6 @@ partly right: both acceptance and rejection happen all the time.
 """
 
 import dataclasses
-import queue
 
 import jax
 import numpy as np
@@ -16,6 +15,7 @@ from sparsespec_jax.engine.engine import Engine
 from sparsespec_jax.models.config import ModelConfig, RopeConfig
 from sparsespec_jax.models.parameters import init_params
 from sparsespec_jax.sampling.params import SamplingParams, sample_seed
+from tests.engine_runs import assert_same, run
 
 VOCAB, EOS, CONTEXT = 96, (3, 5), 256
 QWEN3 = ModelConfig(
@@ -89,38 +89,6 @@ def make_engine(model: ModelConfig, speculation: SpeculationConfig, **config) ->
     return Engine(model, params, EngineConfig(**settings | config), speculation)
 
 
-def run(engine: Engine, requests=None) -> list[dict]:
-    """Tokens, logprobs and finish reason of each request."""
-    requests = prompts_and_params() if requests is None else requests
-    events = queue.SimpleQueue()
-    submitted = [engine.submit(prompt, params, events.put) for prompt, params in requests]
-    found = {
-        request.request_id: dict(tokens=[], logprobs=[], top=[], reason=None, stats=request.stats)
-        for request in submitted
-    }
-    running = len(found)
-    while running:
-        event = events.get(timeout=300)
-        assert event.error is None, event.error
-        entry = found[event.request_id]
-        entry["tokens"] += event.tokens
-        for logprobs in event.logprobs or ():
-            entry["logprobs"].append(logprobs.logprob)
-            entry["top"].append([token for token, _ in logprobs.top])
-        if event.finish_reason is not None:
-            entry["reason"] = event.finish_reason
-            running -= 1
-    return list(found.values())
-
-
-def assert_same(found: list[dict], expected: list[dict]) -> None:
-    for number, (a, b) in enumerate(zip(found, expected, strict=True)):
-        assert a["tokens"] == b["tokens"], f"request {number}"
-        assert a["reason"] == b["reason"], f"request {number}"
-        assert a["top"] == b["top"], f"request {number}"
-        np.testing.assert_allclose(a["logprobs"], b["logprobs"], atol=1e-4, err_msg=f"{number}")
-
-
 @pytest.fixture(scope="module")
 def plain_outputs():
     """What plain decoding emits, by model; computed when first asked for."""
@@ -129,7 +97,7 @@ def plain_outputs():
     def of(name: str) -> list[dict]:
         if name not in outputs:
             engine = make_engine(MODELS[name], PLAIN)
-            outputs[name] = run(engine)
+            outputs[name] = run(engine, prompts_and_params())
             engine.close()
         return outputs[name]
 
@@ -139,7 +107,7 @@ def plain_outputs():
 @pytest.mark.parametrize("name", MODELS)
 def test_pillar_emits_what_plain_decoding_emits(name, plain_outputs):
     engine = make_engine(MODELS[name], PILLAR)
-    found = run(engine)
+    found = run(engine, prompts_and_params())
     engine.close()
     assert_same(found, plain_outputs(name))
     accepted = sum(entry["stats"].full_accepted for entry in found)
@@ -160,7 +128,7 @@ def test_pillar_emits_what_plain_decoding_emits(name, plain_outputs):
 )
 def test_no_setting_changes_the_output(speculation, config, plain_outputs):
     engine = make_engine(MODELS["qwen3"], speculation, **config)
-    found = run(engine)
+    found = run(engine, prompts_and_params())
     engine.close()
     assert_same(found, plain_outputs("qwen3"))
 

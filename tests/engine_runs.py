@@ -1,0 +1,39 @@
+"""Runs requests through an engine, and compares what came out of two runs."""
+
+import queue
+
+import numpy as np
+
+from sparsespec_jax.engine.engine import Engine
+from sparsespec_jax.sampling.params import SamplingParams
+
+
+def run(engine: Engine, requests: list[tuple[np.ndarray, SamplingParams]]) -> list[dict]:
+    """Tokens, logprobs, top ids, finish reason and stats of each request, run all at once."""
+    events = queue.SimpleQueue()
+    submitted = [engine.submit(prompt, params, events.put) for prompt, params in requests]
+    found = {
+        request.request_id: dict(tokens=[], logprobs=[], top=[], reason=None, stats=request.stats)
+        for request in submitted
+    }
+    running = len(found)
+    while running:
+        event = events.get(timeout=300)
+        assert event.error is None, event.error
+        entry = found[event.request_id]
+        entry["tokens"] += event.tokens
+        for logprobs in event.logprobs or ():
+            entry["logprobs"].append(logprobs.logprob)
+            entry["top"].append([token for token, _ in logprobs.top])
+        if event.finish_reason is not None:
+            entry["reason"] = event.finish_reason
+            running -= 1
+    return list(found.values())
+
+
+def assert_same(found: list[dict], expected: list[dict]) -> None:
+    for number, (a, b) in enumerate(zip(found, expected, strict=True)):
+        assert a["tokens"] == b["tokens"], f"request {number}"
+        assert a["reason"] == b["reason"], f"request {number}"
+        assert a["top"] == b["top"], f"request {number}"
+        np.testing.assert_allclose(a["logprobs"], b["logprobs"], atol=1e-4, err_msg=f"{number}")
