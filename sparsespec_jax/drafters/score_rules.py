@@ -19,8 +19,8 @@ AGE_DECAY, SHIFT_DECAY, SHIFT_WEIGHT = 0.8, 0.5, 0.5  # a flat optimum: see `shi
 
 def paper(verified: Verified) -> jax.Array:
     """SparseSpec's rule: the plain mean over all queries, those of rejected drafts included."""
-    total = verified.scores.sum(axis=3, dtype=jnp.float32)
-    return total / jnp.maximum(verified.queries, 1)[:, None, None]
+    n = verified.scores.shape[3]
+    return _weighted_sum(_shares(jnp.arange(n) < verified.queries[:, None]), verified.scores)
 
 
 def shifted(verified: Verified) -> jax.Array:
@@ -35,7 +35,7 @@ def shifted(verified: Verified) -> jax.Array:
 
     where both sums over r are divided by the sum of their weights.
     """
-    scores = verified.scores.astype(jnp.float32)
+    scores = verified.scores
     n, context = scores.shape[3:]
     query = jnp.arange(n)
     age = verified.committed[:, None] - 1 - query
@@ -52,8 +52,15 @@ def shifted(verified: Verified) -> jax.Array:
     moved = sum(aligned[..., j : j + size] for j in range(drafts)) / drafts
     moved = jax.lax.optimization_barrier(moved)
     at = jnp.arange(context) - verified.committed[:, None] + n
-    ranking = (here[:, None, :, None] * scores).sum(axis=3)
-    return ranking + jnp.take_along_axis(moved, at[None, :, None], axis=-1)
+    return _weighted_sum(here, scores) + jnp.take_along_axis(moved, at[None, :, None], axis=-1)
+
+
+def _weighted_sum(weights: jax.Array, scores: jax.Array) -> jax.Array:
+    """Sum over the queries of scores [layers, E, kv_heads, Q, context] by weights [E, Q].
+
+    In float32, and added up by hand: XLA's CPU backend is slow to reduce an axis in the middle.
+    """
+    return sum(weights[:, i, None, None] * scores[..., i, :] for i in range(weights.shape[1]))
 
 
 def _shares(weights: jax.Array) -> jax.Array:

@@ -31,9 +31,9 @@ class Features(NamedTuple):
 class Buckets:
     """Picks the bucket of a step.
 
-    Decoding rows come in a few batch sizes. A lone row drafts or verifies; a batch of b rows has
-    room for b drafts and, since rows are spread over the phases of the cycle, about b / (k + 1)
-    verifications.
+    Decoding rows come in a few batch sizes. A batch of b rows has room for b drafts and, since rows
+    are spread over the phases of the cycle, about b / (k + 1) verifications. One of up to k rows
+    often verifies nothing, and has a bucket for that; a lone row drafts or verifies.
     """
 
     def __init__(
@@ -70,13 +70,12 @@ class Buckets:
         """The bucket for so many rows, positions below `context`, and their sampling parameters."""
         rows = drafts + verifies
         batch = _at_least(self._batches, rows) if rows else 0
-        lone = batch == 1
-        verifies = 0 if lone and not verifies else self.most_verifies(rows)
+        verifies = 0 if batch <= self.k and not verifies else self.most_verifies(rows)
         chunks = self.prefill_rows if prefill else 0
         if not (verifies or chunks):
             features = features._replace(logprobs=-1)  # drafts report nothing
         return Bucket(
-            drafts=0 if self.k == 0 or (lone and not drafts) else batch,
+            drafts=0 if self.k == 0 or (batch == 1 and not drafts) else batch,
             verifies=verifies,
             chunks=chunks,
             context=_at_least(self._contexts, context),
@@ -87,11 +86,10 @@ class Buckets:
         """What ordinary traffic uses, for warming up: without filters, penalties and logprobs."""
         decoding = {Bucket(0, 0, 0, 0)}
         for batch in self._batches:
-            verifies = self.most_verifies(batch)
-            if batch == 1 and self.k:
-                decoding |= {Bucket(1, 0, 0, 0), Bucket(0, verifies, 0, 0)}
-            else:
-                decoding.add(Bucket(batch if self.k else 0, verifies, 0, 0))
+            if batch <= self.k:
+                decoding.add(Bucket(batch, 0, 0, 0))
+            drafts = 0 if self.k == 0 or batch == 1 else batch
+            decoding.add(Bucket(drafts, self.most_verifies(batch), 0, 0))
         return sorted(
             bucket._replace(chunks=chunks, context=context)
             for bucket in decoding

@@ -96,15 +96,21 @@ def test_there_are_few_buckets_by_default():
     """Each a quarter of the next: batches of 1, 4, 16 and 64, contexts of 1024 and 4096."""
     made = make_buckets()
     assert made.main() == sorted(set(made.main()))
-    assert len(made.main()) == 2 * (5 + 6)
+    assert len(made.main()) == 2 * (6 + 7)
     assert len(make_buckets(max_batch=1, max_context=500).main()) == 5
-    assert len(make_buckets(max_batch=4, max_context=500, batch_buckets=(4,)).main()) == 3
+    assert len(make_buckets(max_batch=4, max_context=500, batch_buckets=(4,)).main()) == 5
 
 
 def test_a_lone_row_drafts_or_verifies_but_has_no_room_for_both():
     made = make_buckets()
     assert made.smallest(1, 0, False, 10, Features()) == Bucket(1, 0, 0, 1024)
     assert made.smallest(0, 1, False, 10, Features()) == Bucket(0, 1, 0, 1024)
+
+
+def test_a_batch_of_up_to_k_rows_need_not_have_room_to_verify():
+    made = make_buckets()
+    assert made.smallest(3, 0, False, 10, Features()) == Bucket(4, 0, 0, 1024)
+    assert Bucket(4, 0, 0, 1024) in made.main()
 
 
 def test_a_batch_has_room_for_all_to_draft_and_for_its_share_to_verify():
