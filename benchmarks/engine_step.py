@@ -140,12 +140,11 @@ def profile(engine: Engine, directory: Path) -> dict[str, float]:
     Kernels inside command buffers are not seen one by one, so run it with
     XLA_FLAGS=--xla_gpu_enable_command_buffer= (which makes the gaps larger than they are).
     """
-    before = engine.stats().dispatch.steps
     with jax.profiler.trace(str(directory)):
-        start = time.perf_counter()
+        before, start = engine.stats().dispatch.steps, time.perf_counter()
         time.sleep(0.3)
+        steps = engine.stats().dispatch.steps - before
         seconds = time.perf_counter() - start
-    steps = engine.stats().dispatch.steps - before
     (trace,) = directory.rglob("*.trace.json.gz")
     events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
     devices = {
@@ -200,7 +199,7 @@ def main() -> None:
     parser.add_argument("--settle", type=float, default=0.5, help="seconds before the window")
     parser.add_argument("--seconds", type=float, default=2.0, help="of the window")
     parser.add_argument("--timeout", type=float, default=300)
-    parser.add_argument("--score-rule", default="paper")
+    parser.add_argument("--score-rule", default="shifted")
     parser.add_argument("--profile", type=Path, help="also trace kernels, into this directory")
     parser.add_argument("--json", type=Path, help="append the result to this file")
     args = parser.parse_args()

@@ -40,10 +40,11 @@ from checkpoints.countdown_traces import (
     write_tokenizer,
 )
 from checkpoints.dense_sampler import sample
-from checkpoints.export import export_hf, import_hf
 from sparsespec_jax.countdown import check_answer, held_out
 from sparsespec_jax.models.config import ModelConfig, RopeConfig
 from sparsespec_jax.models.decoder import Decoder, forward
+from sparsespec_jax.models.huggingface import save_hf
+from sparsespec_jax.models.loading import load_model
 from sparsespec_jax.models.parameters import Params
 
 TEMPERATURE = 0.65
@@ -264,7 +265,7 @@ def train(recipe: Recipe, params: Params, feed: Feed, end: float, args) -> Param
             )
         if now - saved > 120:
             saved = now
-            export_hf(params, recipe.model, args.out)
+            save_hf(params, recipe.model, args.out, dtype="bfloat16")
     losses += map(float, pending)
     bad = int(state.total_notfinite)
     print(f"trained {count} steps, {tokens_seen / 1e6:.0f} M tokens; {bad} skipped", flush=True)
@@ -346,13 +347,13 @@ def main(argv: list[str] | None = None) -> dict:
         write_tokenizer(args.out)
         params = Decoder(recipe.model, rngs=nnx.Rngs(args.seed)).raw()
         if args.resume:
-            params = jax.tree.map(jnp.asarray, import_hf(args.resume, recipe.model))
+            params = load_model(args.resume, dtype="float32", progress=False).params
         size = sum(w.size for w in jax.tree.leaves(params))
         print(f"{size / 1e6:.2f} M parameters on {jax.devices()[0].device_kind}", flush=True)
         params = train(recipe, params, feed, deadline - args.eval_seconds, args)
     finally:
         feed.close()
-    export_hf(params, recipe.model, args.out)
+    save_hf(params, recipe.model, args.out, dtype="bfloat16")
     print(f"saved {args.out} after {time.monotonic() - began:.0f} s", flush=True)
     figures = evaluate(recipe, params, deadline)
     print(json.dumps(figures, indent=2), flush=True)

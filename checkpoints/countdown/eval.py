@@ -8,12 +8,14 @@ Solve rate, lengths, accepted drafts and speed on held-out problems, sampled as 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import statistics
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+
+import jax
 
 from sparsespec_jax import LLM, Completion, EngineConfig, SamplingParams, SpeculationConfig
 from sparsespec_jax.countdown import Problem, check_answer, held_out
@@ -56,7 +58,7 @@ def summarise(
         "tokens": sum(lengths),
         "length_quantiles": {str(q): lengths[int(q * len(lengths))] for q in QUANTILES},
         "length_mean": statistics.mean(lengths),
-        "mean_accepted": accepted / cycles if cycles else None,
+        "mean_accepted": accepted / cycles if accepted else None,
         "tokens_per_second": sum(lengths) / seconds,
     }
 
@@ -70,9 +72,9 @@ def main(argv: Sequence[str] | None = None) -> dict:
     parser.add_argument("--method", default="pillar", help="how to draft; none: plain decoding")
     parser.add_argument("--k", type=int, default=8, help="tokens drafted in a cycle")
     parser.add_argument("--min-budget", type=int, default=128, help="positions a draft reads")
-    parser.add_argument("--score-rule", default="paper", help="how queries' scores combine")
+    parser.add_argument("--score-rule", default="shifted", help="how queries' scores combine")
     parser.add_argument("--batch", type=int, default=64, help="requests that run at once")
-    parser.add_argument("--json", type=Path, help="also write the figures and texts to this file")
+    parser.add_argument("--json", type=Path, help="append the figures to this file")
     args = parser.parse_args(argv)
 
     problems = held_out(args.problems)
@@ -86,12 +88,11 @@ def main(argv: Sequence[str] | None = None) -> dict:
         print(f"mean accepted   {figures['mean_accepted']:.2f} of {args.k}")
     print(f"speed           {figures['tokens_per_second']:.0f} tokens/s")
     if args.json:
-        texts = [
-            {**dataclasses.asdict(problem), "text": completion.text}
-            for problem, completion in zip(problems, completions, strict=True)
-        ]
-        report = {"arguments": vars(args), "figures": figures, "completions": texts}
-        args.json.write_text(json.dumps(report, indent=1, default=str) + "\n")
+        command = f"python -m checkpoints.countdown.eval {' '.join(argv or sys.argv[1:])}"
+        device = jax.devices()[0].device_kind
+        row = {"command": command, "device": device, "jax": jax.__version__, **figures}
+        with args.json.open("a") as file:
+            file.write(json.dumps(row) + "\n")
     return figures
 
 

@@ -291,7 +291,10 @@ class Engine:
             stats.output_tokens += emitted
             self._output_tokens += emitted
         if emitted and emitting.n_drafts is not None:
-            stats.count_cycle(self.k, emitting.n_drafts, int(result.accepted[entry]))
+            accepted = int(result.accepted[entry])
+            stats.count_cycle(
+                self.k, emitting.n_drafts, accepted, emitted, last=finish != RUNNING
+            )
         event = token_event(request, result, entry)
         if event is not None:
             self._send(request, event)

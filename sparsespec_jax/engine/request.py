@@ -17,11 +17,11 @@ from sparsespec_jax.sampling.params import SamplingParams
 class RequestStats:
     """What one request cost. Times are `time.monotonic()` seconds.
 
-    cycles: verifications. `full_cycles` of them verified all k drafts, and accepted `full_accepted`
-    together, so mean accepted of k is their ratio. An accepted draft is an emitted one: neither the
-    verification's own token nor anything behind a stop counts.
-    accepted_at: how many times the draft at each place of a cycle was accepted; `drafted_at`
-    how many times there was one.
+    cycles: verifications. `full_cycles` of them verified k drafts and did not end the request, and
+    accepted `full_accepted` together, so mean accepted of k is their ratio. An accepted draft is an
+    emitted one: neither the verification's own token nor anything behind a stop counts.
+    accepted_at: how many times the draft at each place of a cycle was accepted; `drafted_at` how
+    many times there was one, not behind a stop.
     """
 
     submitted: float = dataclasses.field(default_factory=time.monotonic)
@@ -37,13 +37,15 @@ class RequestStats:
     drafted_at: np.ndarray | None = None
     accepted_at: np.ndarray | None = None
 
-    def count_cycle(self, k: int, n_drafts: int, accepted: int) -> None:
+    def count_cycle(
+        self, k: int, n_drafts: int, accepted: int, emitted: int, *, last: bool = False
+    ) -> None:
         if self.drafted_at is None:
             self.drafted_at, self.accepted_at = np.zeros((2, k), np.int64)
         self.cycles += 1
-        self.drafted_at[:n_drafts] += 1
+        self.drafted_at[: min(n_drafts, emitted) if last else n_drafts] += 1
         self.accepted_at[:accepted] += 1
-        if n_drafts == k:
+        if n_drafts == k and not last:
             self.full_cycles += 1
             self.full_accepted += accepted
 

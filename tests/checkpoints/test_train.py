@@ -7,7 +7,6 @@ from flax import nnx
 from checkpoints import train_countdown
 from checkpoints.countdown_traces import MAX_LENGTH, PAD, Encoder, vocabulary
 from checkpoints.dense_sampler import CHUNK, sample
-from checkpoints.export import export_hf, import_hf
 from checkpoints.train_countdown import BUNDLED, SMOKE, batches, learning_rate, loss_fn, rows_of
 from sparsespec_jax.models.decoder import Decoder, forward
 from sparsespec_jax.models.loading import load_model
@@ -58,14 +57,6 @@ def test_checkpoint_is_what_the_loader_reads(run):
     assert loaded.generation_defaults == {"temperature": 0.65}
     assert {leaf.dtype for leaf in jax.tree.leaves(loaded.params)} == {jnp.dtype(jnp.bfloat16)}
     check_params(loaded.params, SMOKE.model)
-
-
-def test_export_and_load_give_the_same_parameters(params, tmp_path):
-    export_hf(params, SMOKE.model, tmp_path)
-    rounded = jax.tree.map(lambda w: np.asarray(w.astype(jnp.bfloat16), np.float32), params)
-    loaded = load_model(tmp_path, dtype="float32", progress=False)
-    for other in (loaded.params, import_hf(tmp_path, SMOKE.model)):
-        jax.tree.map(np.testing.assert_array_equal, rounded, other)
 
 
 def test_training_resumes_from_a_checkpoint(run, tmp_path, monkeypatch):

@@ -239,7 +239,8 @@ def test_acceptance_counts_emitted_drafts_only(engine):
     assert stats.cycles - 1 <= own <= stats.cycles  # the last cycle may end within its drafts
     assert 0 < stats.mean_accepted < K
     assert (np.diff(stats.accepted_at) <= 0).all()
-    assert stats.drafted_at.tolist() == [stats.cycles] * K
+    # The last cycle counts as far as the text goes.
+    assert set(stats.drafted_at.tolist()) <= {stats.cycles, stats.cycles - 1}
 
 
 # Cancelling and closing.

@@ -13,7 +13,7 @@ def count(k: int, *cycles: tuple[int, int]) -> RequestStats:
     """The stats after cycles of (drafts, accepted)."""
     stats = RequestStats()
     for n_drafts, accepted in cycles:
-        stats.count_cycle(k, n_drafts, accepted)
+        stats.count_cycle(k, n_drafts, accepted, accepted + 1)
     return stats
 
 
@@ -34,6 +34,15 @@ def test_acceptance_is_also_known_by_place_in_the_cycle():
     stats = count(4, (2, 2), (4, 1), (4, 3), (4, 4))
     np.testing.assert_array_equal(stats.drafted_at, [4, 4, 3, 3])
     np.testing.assert_array_equal(stats.accepted_at, [4, 3, 2, 1])
+
+
+def test_a_cycle_that_ends_the_request_counts_by_place_up_to_the_end_but_not_in_the_mean():
+    """Where the text ends says nothing about the drafts behind it."""
+    stats = count(4, (4, 3))
+    stats.count_cycle(4, 4, 2, 2, last=True)
+    assert stats.mean_accepted == 3
+    np.testing.assert_array_equal(stats.drafted_at, [2, 2, 1, 1])
+    np.testing.assert_array_equal(stats.accepted_at, [2, 2, 1, 0])
 
 
 @pytest.mark.parametrize("stats", [RequestStats(), count(4, (2, 1)), count(0, (0, 0), (0, 0))])
