@@ -15,7 +15,8 @@ from pallas_kernels.append_kv import append_kv
 from pallas_kernels.fused_attention import CausalRows, DraftRows, fused_attention
 from pallas_kernels.sample_tokens import (
     SampleArgs,
-    finite_rows,
+    Sampled,
+    sample,
     sample_tokens,
     sampling_logprobs,
     token_logprobs,
@@ -26,9 +27,10 @@ __all__ = [
     "CausalRows",
     "DraftRows",
     "SampleArgs",
+    "Sampled",
     "append_kv",
-    "finite_rows",
     "fused_attention",
+    "sample",
     "sample_tokens",
     "sampling_logprobs",
     "select_positions",

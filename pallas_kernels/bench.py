@@ -26,10 +26,11 @@ import jax.numpy as jnp
 from pallas_kernels import append_kv, fused_attention, select_positions
 from pallas_kernels.fused_attention import pallas_triton
 from pallas_kernels.fused_attention.pallas_triton import Tile, Tiles
-from pallas_kernels.shapes import H200, TINY, Append, Attention, Select
+from pallas_kernels.sample_tokens import sample, token_logprobs
+from pallas_kernels.shapes import H200, TINY, Append, Attention, Sample, Select
 
-Case = Attention | Append | Select
-OPS = ("fused_attention", "append_kv", "select_positions")
+Case = Attention | Append | Select | Sample
+OPS = ("fused_attention", "append_kv", "select_positions", "sample_tokens")
 
 
 def commit() -> str:
@@ -122,12 +123,35 @@ def select_time(case: Select, n_calls: int, repeats: int, implementation: str) -
     return seconds(run, scores, candidates, counts, repeats=repeats) / n_calls
 
 
+def sample_time(case: Sample, n_calls: int, repeats: int, implementation: str) -> float:
+    """Seconds per call. All calls have their own positions and temperatures: none can be shared."""
+    logits, args = case.inputs()
+    calls = tuple(
+        args._replace(
+            position=args.position + i * case.n_rows, temperature=args.temperature * (1 + i / 64)
+        )
+        for i in range(n_calls)
+    )
+
+    @jax.jit
+    def run(logits, calls):
+        if case.logprobs:
+            report = functools.partial(token_logprobs, implementation=implementation)
+            return [report(logits, call.position % case.vocab, call)[0] for call in calls]
+        draw = functools.partial(sample, filters=case.filters, implementation=implementation)
+        return [draw(logits, call) for call in calls]
+
+    return seconds(run, logits, calls, repeats=repeats) / n_calls
+
+
 def case_time(case: Case, variant: str, n_calls: int, repeats: int) -> float:
     if isinstance(case, Attention):
         attend = functools.partial(fused_attention, implementation=variant)
         return attention_time(case.inputs(), n_calls, repeats, attend)
     if isinstance(case, Append):
         return append_time(case, n_calls, repeats, variant)
+    if isinstance(case, Sample):
+        return sample_time(case, n_calls, repeats, variant)
     return select_time(case, n_calls, repeats, variant)
 
 

@@ -34,7 +34,9 @@ class Best(NamedTuple):
 
     token: Array  # int32 [S]; its id in the whole vocabulary
     score: Array  # float32 [S]; processed logit + noise
-    peak: Array  # float32 [S]; the largest logit as the model computed it; +inf or NaN if one is NaN
+    peak: (
+        Array  # float32 [S]; the largest logit as the model computed it; +inf or NaN if one is NaN
+    )
 
 
 class Sampled(NamedTuple):

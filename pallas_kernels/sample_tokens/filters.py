@@ -34,11 +34,20 @@ def filter_logits(logits: Array, top_k: Array, top_p: Array, min_p: Array) -> Ar
       float32 [S, V].
     """
     keys = ordered_bits(logits)
-    weights = jnp.exp(logits - logits.max(-1, keepdims=True))  # probability over the largest one
+    weights = relative_weights(logits, logits.max(-1, keepdims=True))
     at_least_k = top_k_threshold(keys, top_k)
     nucleus = top_p_threshold(keys, jnp.where(keys >= at_least_k[:, None], weights, 0), top_p)
     keep = keys >= jnp.maximum(at_least_k, nucleus)[:, None]
     return jnp.where(keep & (weights >= min_p[:, None]), logits, -jnp.inf)
+
+
+def relative_weights(logits: Array, largest: Array) -> Array:
+    """The probability of each token over that of the most likely one, whose own is exactly 1.
+
+    A compiler may fuse the subtraction with the division that made the logits, and then their
+    difference is not quite 0.
+    """
+    return jnp.where(logits >= largest, 1.0, jnp.exp(logits - largest))
 
 
 def top_k_threshold(keys: Array, top_k: Array) -> Array:

@@ -1,14 +1,16 @@
 """`sample_tokens` in Pallas (Triton lowering): one pass over the logits, no [S, V] temporary.
 
 - scan: one program per row and chunk of the vocabulary. It hashes every token id, but takes the
-  logarithms of the noise approximately, and keeps only the chunk's best noisy score. With filters it
-  also keeps the chunk's normaliser and the largest logit of every 16 ids (a group).
+  logarithms of the noise approximately, and keeps only the chunk's best noisy score. With filters
+  it also keeps the chunk's normaliser and the largest logit of every 16 ids (a group).
 - collect, with filters: one program per row lists the groups with the largest maxima. They hold the
   row's largest logits, all of them down to a bound.
 - pick: one program per row. Without filters it scores anew, exactly, the chunks whose best comes
-  within the error of the row's best: nearly always one. With filters it finds the thresholds by
-  bisection over the listed groups, and scores those. A row whose thresholds lie below the bound
-  (more than 512 tokens stay, at least) is bisected where it is, in memory: slower, never wrong.
+  within the error of the row's best: nearly always one. With filters it finds the top_k threshold
+  by bisection in the list, takes the best token above it, and asks whether the tokens above that
+  one have the mass of top_p already; if so, the best of those is next, and so on: one or two
+  rounds, for what is drawn is likely to be kept. Rows whose filters keep more than the list holds
+  (over 512 tokens, at least) go the same way over the logits in memory: slower, never wrong.
 
 Exact scores are computed by the very operations of the reference, from the same device functions,
 and so are the tokens. Only sums of probabilities, on which top_p depends, have their own order.
@@ -37,6 +39,7 @@ from pallas_kernels.sample_tokens.noise import SAMPLE_STREAM, gumbel, mix, row_k
 _LOG2E = math.log2(math.e)
 _NO_ID = np.int32(2**31 - 1)
 _TOP_BIT = np.uint32(1 << 31)
+_FEW = 16  # lanes that look at one token
 
 
 class Tiles(NamedTuple):
@@ -149,7 +152,7 @@ class _Row:
 
 
 def _rough_scores(logits: Array, bits: Array, scale: Array, interpret: bool) -> Array:
-    """scale * logits - log2(log2(e) * -log1p(-unit(bits))), the inner one a series where u is small.
+    """scale * logits - log2(log2(e) * -log1p(-u)), u = unit(bits); a series where u is small.
 
     The kernel is bound by its instructions, and the compiler fuses no multiplication with an
     addition: hence assembly.
@@ -281,7 +284,7 @@ def _sum(x: Array) -> Array:
 
 
 def _high_and_norm(logits: Array, divisor: Array) -> tuple[Array, Array]:
-    """The largest logit, and the sum of exp((logits - largest) / divisor); 0 of nothing but -inf."""
+    """The largest logit, and the sum of exp((logits - largest) / divisor); 0 if all are -inf."""
     high = _max(logits)
     base = jnp.where(high > -jnp.inf, high, 0)
     return high, _sum(jnp.exp2((logits - base) * (_LOG2E / divisor)))
@@ -437,11 +440,14 @@ class _Block(NamedTuple):
 
     @classmethod
     def of(cls, row: _Row, at: Array, exists: Array, high: Array) -> "_Block":
-        tempered = row.tempered(row.patch(row.load(at, exists), at))
+        """Of some ids; `high` is the largest logit of the row."""
+        logits = row.patch(row.load(at, exists), at)
+        tempered = row.tempered(logits)
         exists &= at < row.vocab
         keys = jnp.where(exists, ordered_bits(tempered), np.uint32(0))
-        weights = jnp.where(exists, jnp.exp(tempered - high), 0)
-        return cls(at, tempered, keys, weights)
+        weights = jnp.exp(tempered - row.tempered(high))
+        weights = jnp.where(logits >= high, 1.0, weights)  # whatever the compiler fuses
+        return cls(at, tempered, keys, jnp.where(exists, weights, 0))
 
 
 _Fold = Callable[[Callable[[_Block, Any], Any], Any], Any]
@@ -458,9 +464,8 @@ def _best_filtered(
     exists = chunk < n_chunks
     highs = plt.load(filters.high.at[r, chunk], mask=exists, other=-jnp.inf)
     norms = plt.load(filters.norm.at[r, chunk], mask=exists, other=0)
-    raw_high = highs.max()
-    total = (norms * jnp.exp2((highs - raw_high) * (_LOG2E / row.divisor))).sum()
-    high = row.tempered(raw_high)
+    high = highs.max()
+    total = (norms * jnp.exp2((highs - high) * (_LOG2E / row.divisor))).sum()
 
     lane = jnp.arange(tiles.listed)
     in_list = lane < filters.count[r]
@@ -483,7 +488,7 @@ def _best_filtered(
     complete = filters.bound[r] == 0
     at_most = float_of_bits(filters.bound[r]) / row.divisor
     limit = jnp.where(complete, np.uint32(0), ordered_bits(at_most) + np.uint32(4))
-    excluded = jnp.exp(at_most - high) * 1.0001 < min_p  # they are by min_p
+    excluded = jnp.exp(at_most - row.tempered(high)) * 1.0001 < min_p  # they are by min_p
 
     least = _top_k_threshold(of_list, top_k)
     k_in_list = least > limit
@@ -526,15 +531,18 @@ def _first_kept(
 
     def try_one(state):
         _, score, token, start = state
-        at = jnp.broadcast_to(jnp.minimum(token, row.vocab - 1), (16,))
-        tempered = row.tempered(row.patch(row.load(at), at)).max()
-        key = ordered_bits(tempered)
+        at = jnp.broadcast_to(jnp.minimum(token, row.vocab - 1), (_FEW,))
+        block = _Block.of(row, at, at >= 0, high)
+        key, weight = ordered_bits(block.tempered.max()), block.weights.max()
         above = jnp.maximum(start, key + np.uint32(1))
         mass = lax.cond(top_p < 1, lambda _: _mass(fold, above), lambda unused: unused, top_p)
         in_nucleus = (top_p >= 1) | ~_enough(mass, wanted)
-        kept = (key >= start) & (jnp.exp(tempered - high) >= min_p) & in_nucleus
+        kept = (key >= start) & (weight >= min_p) & in_nucleus
         score, token = lax.cond(
-            kept, lambda found: found, lambda _: _best_above(row, fold, above, min_p), (score, token)
+            kept,
+            lambda found: found,
+            lambda _: _best_above(row, fold, above, min_p),
+            (score, token),
         )
         return kept | (token == _NO_ID), score, token, above
 
@@ -605,7 +613,9 @@ def _norm_kernel(
     changes, (logits_ref, high_ref, norm_ref) = Changes(*refs[:4]), refs[4:]
     c, e = pl.program_id(0), pl.program_id(1)
     zero = jnp.int32(0)
-    row = _Row(row_ref[e], divisor_ref[e], (zero, zero), zero, changes, logits_ref, vocab, interpret)
+    row = _Row(
+        row_ref[e], divisor_ref[e], (zero, zero), zero, changes, logits_ref, vocab, interpret
+    )
     low = c * tiles.chunk
     at = low + jnp.arange(tiles.chunk)
     logits = row.load(at)

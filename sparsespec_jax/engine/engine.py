@@ -292,9 +292,7 @@ class Engine:
             self._output_tokens += emitted
         if emitted and emitting.n_drafts is not None:
             accepted = int(result.accepted[entry])
-            stats.count_cycle(
-                self.k, emitting.n_drafts, accepted, emitted, last=finish != RUNNING
-            )
+            stats.count_cycle(self.k, emitting.n_drafts, accepted, emitted, last=finish != RUNNING)
         event = token_event(request, result, entry)
         if event is not None:
             self._send(request, event)

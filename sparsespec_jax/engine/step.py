@@ -12,31 +12,17 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import (
-    CausalRows,
-    append_kv,
-    finite_rows,
-    fused_attention,
-    sample_tokens,
-    sampling_logprobs,
-    token_logprobs,
-)
+from pallas_kernels import CausalRows, append_kv, fused_attention
 from sparsespec_jax.config import Implementation, Verification
 from sparsespec_jax.drafters.base import Drafter, Verified
-from sparsespec_jax.engine.plan import NON_FINITE, Bucket, Plan, PlanLayout
+from sparsespec_jax.engine.emission import Emission
+from sparsespec_jax.engine.plan import Bucket, Plan, PlanLayout
 from sparsespec_jax.engine.state import DecodeState, apply_updates
 from sparsespec_jax.kv.pool import Pools
 from sparsespec_jax.models import decoder
 from sparsespec_jax.models.config import ModelConfig
 from sparsespec_jax.models.parameters import Params
 from sparsespec_jax.models.rope import rope_tables
-from sparsespec_jax.sampling.processors import sample_args, sample_history
-from sparsespec_jax.sampling.verification import (
-    RUNNING,
-    accept_coupled,
-    accept_rejection,
-    truncate,
-)
 
 
 class Queries(NamedTuple):
@@ -80,11 +66,12 @@ class Step:
         row, position, picked = self._sample_rows(plan, queries)
         hidden = decoder.final_norm(params, hidden[picked], self.model)
         logits = decoder.lm_logits(params, hidden)
-        sampled = self._sample(state, row, position, logits)
+        emission = Emission(self.layout, self.verification, self.implementation)
+        samples = emission.sample(state, row, position, logits)
 
-        state = self._record_drafts(state, plan, queries, hidden, sampled)
+        state = self._record_drafts(state, plan, queries, hidden, samples.token)
         old_length = state.length
-        state, result, accepted = self._emit(params, state, plan, row, position, logits, sampled)
+        state, result, accepted = emission.emit(params, state, plan, samples)
         if scores is not None:
             verified = self._verified(plan, queries, old_length, state.length, scores, accepted)
             state = state._replace(drafter=self.drafter.update(state.drafter, verified))
@@ -187,20 +174,6 @@ class Step:
         row = jnp.concatenate([plan.drafts[:, 0], verify_rows, plan.chunks[:, 0]])
         return row, queries.position[picked], picked
 
-    def _sample(
-        self, state: DecodeState, row: jax.Array, position: jax.Array, logits: jax.Array
-    ) -> jax.Array:
-        return sample_tokens(
-            logits,
-            sample_args(state.sampling, row, position),
-            self._history(state, row),
-            filters=self.bucket.filters,
-            penalties=self.bucket.penalties,
-        )
-
-    def _history(self, state: DecodeState, row: jax.Array) -> jax.Array | None:
-        return sample_history(state.tokens, row) if self.bucket.penalties else None
-
     def _record_drafts(
         self,
         state: DecodeState,
@@ -219,155 +192,6 @@ class Step:
         if state.draft_hidden is not None:
             state = state._replace(draft_hidden=state.draft_hidden.at[row, index].set(hidden[:n]))
         return state
-
-    def _emit(
-        self,
-        params: Params,
-        state: DecodeState,
-        plan: Plan,
-        row: jax.Array,
-        position: jax.Array,
-        logits: jax.Array,
-        sampled: jax.Array,
-    ) -> tuple[DecodeState, jax.Array, jax.Array]:
-        """Accept drafts, append what is emitted, and pack the result.
-
-        The emitting rows are the verify rows and then the prefill rows, whose one token stands in
-        the first of their Q columns. Also returns how many drafts each accepted, [E].
-        """
-        head, n_verify, queries = self.bucket.drafts, self.bucket.verifies, self.n_queries
-        verify_row, n_drafts = plan.verifies.T
-        chunk_row, _, _, final = plan.chunks.T
-        emitting_row = jnp.concatenate([verify_row, chunk_row])
-
-        # Row-major [E, Q] indices of the emitting rows' queries among the sample rows.
-        verify_at = head + jnp.arange(n_verify * queries).reshape(n_verify, queries)
-        chunk_at = head + n_verify * queries + jnp.arange(self.bucket.chunks)
-        at = jnp.concatenate([verify_at, jnp.repeat(chunk_at[:, None], queries, axis=1)])
-        asked = jnp.concatenate([n_drafts + 1, jnp.ones_like(chunk_row)])
-
-        accepted, tokens = self._accept(params, state, plan, row, position, logits, sampled[at])
-        emitted = jnp.concatenate([accepted[:n_verify] + 1, final])
-        emitted = jnp.where(state.done[emitting_row], 0, emitted)
-        sampling = state.sampling
-        emitted, finished, reason = truncate(
-            tokens,
-            emitted,
-            sampling.stop_ids[emitting_row],
-            state.length[emitting_row],
-            state.max_length[emitting_row],
-            sampling.min_length[emitting_row],
-        )
-        failed = ~(finite_rows(logits)[at] | (jnp.arange(queries) >= asked[:, None])).all(-1)
-        running = ~state.done[emitting_row] & jnp.concatenate([n_drafts >= 0, final == 1])
-        reason = jnp.where(running, jnp.where(failed, NON_FINITE, reason), RUNNING)
-        emitted = jnp.where(running & ~failed, emitted, 0)
-        accepted = jnp.minimum(accepted, emitted)
-        finished = reason != RUNNING
-
-        length = state.length[emitting_row]
-        # Beyond `emitted` these land on positions that only drafts use. Prefill rows that emit
-        # nothing must not touch their prompt.
-        live = jnp.arange(queries) < emitted[:, None]
-        target_row = jnp.where(live, emitting_row[:, None], self.layout.trash_row)
-        target = jnp.where(live, length[:, None] + jnp.arange(queries), 0)
-        state = state._replace(
-            tokens=state.tokens.at[target_row, target].set(tokens),
-            length=state.length.at[emitting_row].add(emitted),
-            done=state.done.at[emitting_row].max(finished),
-        )
-        words = [emitted[:, None], accepted[:, None], reason[:, None], tokens]
-        words += self._logprob_words(state, row[at], position[at], logits[at], tokens)
-        return state, jnp.concatenate(words, axis=1), accepted
-
-    def _accept(
-        self,
-        params: Params,
-        state: DecodeState,
-        plan: Plan,
-        row: jax.Array,
-        position: jax.Array,
-        logits: jax.Array,
-        sampled: jax.Array,
-    ) -> tuple[jax.Array, jax.Array]:
-        """Accepted drafts [E] and the tokens to emit [E, Q]; prefills accept none."""
-        n_verify, k = self.bucket.verifies, self.n_queries - 1
-        none = jnp.zeros(self.bucket.chunks, jnp.int32)
-        if not n_verify:
-            return none, sampled
-        verify_row, n_drafts = plan.verifies.T
-        first = state.length[verify_row]
-        drafts = state.tokens[verify_row[:, None], first[:, None] + jnp.arange(k)]
-        if self.verification == "coupled" or k == 0:
-            accepted, tokens = accept_coupled(drafts, n_drafts, sampled[:n_verify])
-        else:
-            accepted, tokens = self._accept_by_rejection(
-                params, state, verify_row, n_drafts, drafts, row, position, logits
-            )
-        return jnp.concatenate([accepted, none]), jnp.concatenate([tokens, sampled[n_verify:]])
-
-    def _accept_by_rejection(
-        self, params, state, verify_row, n_drafts, drafts, row, position, logits
-    ) -> tuple[jax.Array, jax.Array]:
-        """The draft distributions come from running the head again on the drafts' hidden states.
-
-        Keeping k vocabulary rows instead would take 6 MB a request; the hidden states take 64 KB.
-        """
-        n, queries, head = self.bucket.verifies, self.n_queries, self.bucket.drafts
-        first = state.length[verify_row]
-
-        def distribution(logits, row, position):
-            args = sample_args(state.sampling, row, position)
-            return sampling_logprobs(
-                logits,
-                args,
-                self._history(state, row),
-                filters=self.bucket.filters,
-                penalties=self.bucket.penalties,
-            )
-
-        window = slice(head, head + n * queries)
-        target = distribution(logits[window], row[window], position[window])
-        hidden = state.draft_hidden[verify_row].reshape(n * (queries - 1), -1)
-        draft = distribution(
-            decoder.lm_logits(params, hidden),
-            jnp.repeat(verify_row, queries - 1),
-            (first[:, None] - 1 + jnp.arange(queries - 1)).ravel(),
-        )
-        vocab = logits.shape[-1]
-        return accept_rejection(
-            drafts,
-            n_drafts,
-            target.reshape(n, queries, vocab),
-            draft.reshape(n, queries - 1, vocab),
-            state.sampling.seed[verify_row],
-            first,
-        )
-
-    def _logprob_words(
-        self,
-        state: DecodeState,
-        row: jax.Array,
-        position: jax.Array,
-        logits: jax.Array,
-        tokens: jax.Array,
-    ) -> list[jax.Array]:
-        """The logprob sections of the result; arguments are per emitting row and query."""
-        if self.bucket.logprobs < 0:
-            return []
-        rows = tokens.shape[0]
-        chosen, ids, values = token_logprobs(
-            logits.reshape(-1, logits.shape[-1]),
-            tokens.ravel(),
-            sample_args(state.sampling, row.ravel(), position.ravel()),
-            self._history(state, row.ravel()),
-            top_n=self.bucket.logprobs,
-            penalties=self.bucket.penalties,
-        )
-        words = [_bits(chosen).reshape(rows, -1)]
-        if self.bucket.logprobs:
-            words += [ids.reshape(rows, -1), _bits(values).reshape(rows, -1)]
-        return words
 
     def _verified(
         self,
@@ -395,7 +219,3 @@ class Step:
             ),
             length=length[row],
         )
-
-
-def _bits(x: jax.Array) -> jax.Array:
-    return jax.lax.bitcast_convert_type(x, jnp.int32)

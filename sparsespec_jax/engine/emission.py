@@ -1,0 +1,230 @@
+"""From a step's logits to what it emits: sample, accept drafts, append, report.
+
+The emitting rows of a step, E in all, are its verify rows and then its prefill rows, whose one
+token (where the prompt ends) stands in the first of their Q = k + 1 columns.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import SampleArgs, sample, sampling_logprobs, token_logprobs
+from sparsespec_jax.config import Implementation, Verification
+from sparsespec_jax.engine.plan import NON_FINITE, Bucket, Plan, PlanLayout
+from sparsespec_jax.engine.state import DecodeState
+from sparsespec_jax.models import decoder
+from sparsespec_jax.models.parameters import Params
+from sparsespec_jax.sampling.processors import sample_args, sample_history
+from sparsespec_jax.sampling.verification import (
+    RUNNING,
+    accept_coupled,
+    accept_rejection,
+    truncate,
+)
+
+
+class Samples(NamedTuple):
+    """The S queries that a step samples for: draft rows, verify queries, the last of each prefill.
+
+    row: [S] int32 batch row. position: [S] int32 of the query, which samples the token behind it.
+    logits: [S, vocab] float32. token: [S] int32. finite: [S] bool, whether the logits are numbers.
+    """
+
+    row: jax.Array
+    position: jax.Array
+    logits: jax.Array
+    token: jax.Array
+    finite: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Emission:
+    """Sampling, verification and result of the steps of one bucket."""
+
+    layout: PlanLayout
+    verification: Verification
+    implementation: Implementation
+
+    @property
+    def bucket(self) -> Bucket:
+        return self.layout.bucket
+
+    @property
+    def n_queries(self) -> int:
+        return self.layout.n_queries
+
+    def sample(
+        self, state: DecodeState, row: jax.Array, position: jax.Array, logits: jax.Array
+    ) -> Samples:
+        args = self._args(state, row, position)
+        # The op skips rows with a negative position: padding has nothing to sample.
+        skipped = args._replace(position=jnp.where(row == self.layout.trash_row, -1, args.position))
+        token, finite = sample(
+            logits,
+            skipped,
+            self._history(state, row),
+            filters=self.bucket.filters,
+            penalties=self.bucket.penalties,
+            implementation=self.implementation,
+        )
+        return Samples(row, position, logits, token, finite)
+
+    def emit(
+        self, params: Params, state: DecodeState, plan: Plan, samples: Samples
+    ) -> tuple[DecodeState, jax.Array, jax.Array]:
+        """Accept drafts, append what is emitted, and pack the result (`plan.ResultLayout`).
+
+        Also returns how many drafts each emitting row accepted, [E].
+        """
+        row, n_drafts, emits = self._emitting_rows(plan)
+        at = self._sample_index()
+        accepted, tokens = self._accept(params, state, plan, samples, samples.token[at])
+
+        length, sampling = state.length[row], state.sampling
+        running = emits & ~state.done[row]
+        emitted, _, reason = truncate(
+            tokens,
+            jnp.where(running, accepted + 1, 0),
+            sampling.stop_ids[row],
+            length,
+            state.max_length[row],
+            sampling.min_length[row],
+        )
+        query = jnp.arange(self.n_queries)
+        failed = running & ~(samples.finite[at] | (query > n_drafts[:, None])).all(axis=1)
+        reason = jnp.where(failed, NON_FINITE, jnp.where(running, reason, RUNNING))
+        emitted = jnp.where(failed, 0, emitted)
+        accepted = jnp.minimum(accepted, emitted)
+
+        live = query < emitted[:, None]
+        target_row = jnp.where(live, row[:, None], self.layout.trash_row)
+        target = jnp.where(live, length[:, None] + query, 0)
+        state = state._replace(
+            tokens=state.tokens.at[target_row, target].set(tokens),
+            length=state.length.at[row].add(emitted),
+            done=state.done.at[row].max(reason != RUNNING),
+        )
+        words = [emitted[:, None], accepted[:, None], reason[:, None], tokens]
+        words += self._logprob_words(state, samples, at, tokens)
+        return state, jnp.concatenate(words, axis=1), accepted
+
+    def _emitting_rows(self, plan: Plan) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Batch row, drafts to verify, and whether it may emit, of each emitting row: [E]."""
+        verify_row, n_drafts = plan.verifies.T
+        chunk_row, _, _, final = plan.chunks.T
+        return (
+            jnp.concatenate([verify_row, chunk_row]),
+            jnp.concatenate([n_drafts, jnp.zeros_like(chunk_row)]),
+            jnp.concatenate([jnp.ones_like(verify_row, bool), final == 1]),
+        )
+
+    def _sample_index(self) -> jax.Array:
+        """Where the emitting rows' queries are among the samples: [E, Q] int32."""
+        bucket, queries = self.bucket, self.n_queries
+        chunks = bucket.drafts + bucket.verifies * queries
+        verify = jnp.arange(bucket.drafts, chunks).reshape(bucket.verifies, queries)
+        prefill = chunks + jnp.arange(bucket.chunks)
+        return jnp.concatenate([verify, jnp.repeat(prefill[:, None], queries, axis=1)])
+
+    def _accept(
+        self,
+        params: Params,
+        state: DecodeState,
+        plan: Plan,
+        samples: Samples,
+        sampled: jax.Array,
+    ) -> tuple[jax.Array, jax.Array]:
+        """Accepted drafts [E] and the tokens to emit [E, Q]; prefills accept none."""
+        n_verify, k = self.bucket.verifies, self.n_queries - 1
+        none = jnp.zeros(self.bucket.chunks, jnp.int32)
+        if not n_verify:
+            return none, sampled
+        verify_row, n_drafts = plan.verifies.T
+        first = state.length[verify_row]
+        drafts = state.tokens[verify_row[:, None], first[:, None] + jnp.arange(k)]
+        if self.verification == "coupled" or k == 0:
+            accepted, tokens = accept_coupled(drafts, n_drafts, sampled[:n_verify])
+        else:
+            accepted, tokens = self._accept_by_rejection(
+                params, state, verify_row, drafts, n_drafts, samples
+            )
+        return jnp.concatenate([accepted, none]), jnp.concatenate([tokens, sampled[n_verify:]])
+
+    def _accept_by_rejection(
+        self,
+        params: Params,
+        state: DecodeState,
+        verify_row: jax.Array,
+        drafts: jax.Array,
+        n_drafts: jax.Array,
+        samples: Samples,
+    ) -> tuple[jax.Array, jax.Array]:
+        """The draft distributions come from running the head again on the drafts' hidden states.
+
+        Keeping k vocabulary rows instead would take 6 MB a request; the hidden states take 64 KB.
+        """
+        n, queries, k = self.bucket.verifies, self.n_queries, self.n_queries - 1
+        first = state.length[verify_row]
+
+        def distribution(logits: jax.Array, row: jax.Array, position: jax.Array) -> jax.Array:
+            return sampling_logprobs(
+                logits,
+                self._args(state, row, position),
+                self._history(state, row),
+                filters=self.bucket.filters,
+                penalties=self.bucket.penalties,
+            )
+
+        window = slice(self.bucket.drafts, self.bucket.drafts + n * queries)
+        target = distribution(samples.logits[window], samples.row[window], samples.position[window])
+        hidden = state.draft_hidden[verify_row].reshape(n * k, -1)
+        draft = distribution(
+            decoder.lm_logits(params, hidden),
+            jnp.repeat(verify_row, k),
+            (first[:, None] - 1 + jnp.arange(k)).ravel(),
+        )
+        return accept_rejection(
+            drafts,
+            n_drafts,
+            target.reshape(n, queries, -1),
+            draft.reshape(n, k, -1),
+            state.sampling.seed[verify_row],
+            first,
+        )
+
+    def _logprob_words(
+        self, state: DecodeState, samples: Samples, at: jax.Array, tokens: jax.Array
+    ) -> list[jax.Array]:
+        """The logprob sections of the result."""
+        if self.bucket.logprobs < 0:
+            return []
+        rows, which = tokens.shape[0], at.ravel()
+        row = samples.row[which]
+        chosen, ids, values = token_logprobs(
+            samples.logits,
+            tokens.ravel(),
+            self._args(state, row, samples.position[which]),
+            self._history(state, row),
+            rows=which,
+            top_n=self.bucket.logprobs,
+            penalties=self.bucket.penalties,
+            implementation=self.implementation,
+        )
+        words = [_bits(chosen).reshape(rows, -1)]
+        if self.bucket.logprobs:
+            words += [ids.reshape(rows, -1), _bits(values).reshape(rows, -1)]
+        return words
+
+    def _args(self, state: DecodeState, row: jax.Array, position: jax.Array) -> SampleArgs:
+        return sample_args(state.sampling, row, position)
+
+    def _history(self, state: DecodeState, row: jax.Array) -> jax.Array | None:
+        return sample_history(state.tokens, row) if self.bucket.penalties else None
+
+
+def _bits(x: jax.Array) -> jax.Array:
+    return jax.lax.bitcast_convert_type(x, jnp.int32)
