@@ -66,9 +66,9 @@ def seconds(run: Callable[..., Any], *args: Any, repeats: int) -> float:
 
 
 def read_bandwidth(size: int, repeats: int) -> float:
-    """Bytes per second of a large reduction of float32 (XLA reduces bfloat16 more slowly)."""
-    arrays = tuple(jnp.full(size // 4, i, jnp.float32) for i in range(4))
-    total = jax.jit(lambda arrays: [a.sum(dtype=jnp.float32) for a in arrays])
+    """Bytes per second of large reductions by rows, which keep every multiprocessor reading."""
+    arrays = tuple(jnp.full((size // 2**14, 2**12), i, jnp.float32) for i in range(4))
+    total = jax.jit(lambda arrays: [a.sum(axis=1) for a in arrays])
     return len(arrays) * size / seconds(total, arrays, repeats=repeats)
 
 
