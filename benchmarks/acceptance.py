@@ -20,10 +20,10 @@ import numpy as np
 from sparsespec_jax import LLM, EngineConfig, SamplingParams, SpeculationConfig
 
 PROMPTS = (
-    "Explain step by step how a bicycle stays upright while it is moving, and then explain it again "
-    "for a child.",
-    "A train leaves a station at 60 miles per hour and another follows an hour later at 80 miles per "
-    "hour. When does the second catch up? Show all steps and check the answer.",
+    "Explain step by step how a bicycle stays upright while it is moving, and then explain it "
+    "again for a child.",
+    "A train leaves a station at 60 miles per hour and another follows an hour later at 80 miles "
+    "per hour. When does the second catch up? Show all steps and check the answer.",
     "Write a long story about a lighthouse keeper who finds a map.",
     "List the planets of the solar system and describe each of them in detail.",
     "Write a detailed essay on the causes of the industrial revolution.",
