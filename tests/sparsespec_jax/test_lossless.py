@@ -5,14 +5,18 @@ partly right: both acceptance and rejection happen all the time.
 """
 
 import dataclasses
+from collections import Counter
 
 import jax
 import numpy as np
 import pytest
 
+from sparsespec_jax import LLM
 from sparsespec_jax.config import EngineConfig, SpeculationConfig
+from sparsespec_jax.countdown import held_out
 from sparsespec_jax.engine.engine import Engine
 from sparsespec_jax.models.config import ModelConfig, RopeConfig
+from sparsespec_jax.models.decoder import forward
 from sparsespec_jax.models.parameters import init_params
 from sparsespec_jax.sampling.params import SamplingParams, sample_seed
 from tests.engine_runs import assert_same, run
@@ -152,3 +156,61 @@ def test_rejection_verification_is_exact_for_greedy_requests_and_valid_for_sampl
     assert_same(found[:1], plain_outputs("qwen3")[:1])
     assert all(entry["tokens"] for entry in found)
     assert set(found[2]["tokens"][:-1]).isdisjoint(range(20, 30)), "a stop id ends the request"
+
+
+def test_rejection_verification_samples_the_target_distribution_with_filters_on():
+    """Chi-square of all continuations of three tokens against their exact probabilities."""
+    model, top_k, temperature, samples = MODELS["qwen3"], 3, 1.3, 1500
+    speculation = SpeculationConfig(k=2, sparsity=0.01, min_budget=24, verification="rejection")
+    engine = make_engine(model, speculation, max_batch=64, batch_buckets=(64,))
+    prompt = np.random.default_rng(3).integers(6, VOCAB, 40)
+    params = SamplingParams(temperature=temperature, top_k=top_k, max_tokens=3, ignore_eos=True)
+    found = run(engine, [(prompt, params.with_seed(seed)) for seed in range(samples)])
+    weights = engine._executor._params
+    drafted = sum(entry["stats"].drafted_at.sum() for entry in found)
+    accepted = sum(entry["stats"].accepted_at.sum() for entry in found)
+    assert 0.2 < accepted / drafted < 0.95, "the test must see acceptance and rejection"
+
+    expected = {(): 1.0}
+    for _ in range(3):
+        tokens = np.array([[*prompt, *continuation] for continuation in expected])
+        logits = np.asarray(forward(weights, tokens, model)[:, -1], np.float64) / temperature
+        longer = {}
+        for (continuation, share), row in zip(expected.items(), logits, strict=True):
+            best = np.argsort(-row)[:top_k]
+            odds = np.exp(row[best] - row[best].max())
+            for token, odd in zip(best.tolist(), odds / odds.sum(), strict=True):
+                longer[*continuation, token] = share * odd
+        expected = longer
+    engine.close()
+
+    counts = Counter(tuple(entry["tokens"]) for entry in found)
+    assert counts.keys() <= expected.keys(), "only tokens that the filter keeps"
+    shares = np.array(list(expected.values()))
+    observed = np.array([counts[continuation] for continuation in expected])
+    often = samples * shares >= 5
+    observed = np.append(observed[often], observed[~often].sum())
+    wanted = samples * np.append(shares[often], shares[~often].sum())
+    statistic = ((observed - wanted) ** 2 / np.maximum(wanted, 1e-9)).sum()
+    degrees = len(wanted) - 1
+    # Wilson & Hilferty, 1931: the cube root of a chi-square variable is almost normal.
+    z = ((statistic / degrees) ** (1 / 3) - (1 - 2 / (9 * degrees))) / (2 / (9 * degrees)) ** 0.5
+    assert z < 3.3, f"chi-square {statistic:.1f} of {degrees} degrees of freedom"
+
+
+def test_the_bundled_model_thinks_the_same_with_and_without_drafts():
+    problems = held_out(5, seed=4)
+    params = [
+        SamplingParams(temperature=0.0 if number == 4 else 0.65, seed=number, max_tokens=160)
+        for number in range(5)
+    ]
+    texts = {}
+    for speculation in (PLAIN, SpeculationConfig(min_budget=32)):
+        config = EngineConfig(max_batch=5, batch_buckets=(5,), max_context=512)
+        with LLM(engine=config, speculation=speculation) as llm:
+            prompts = [llm.chat_prompt(problem.prompt()) for problem in problems]
+            outputs = llm.generate(prompts, params)
+            texts[speculation] = [output.outputs[0].token_ids for output in outputs]
+    plain, drafted = texts.values()
+    assert drafted == plain
+    assert all(len(tokens) > 50 for tokens in plain)
