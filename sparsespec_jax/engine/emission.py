@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import SampleArgs, sample, sampling_logprobs, token_logprobs
 from sparsespec_jax.config import Implementation, Verification
-from sparsespec_jax.engine.plan import NON_FINITE, Bucket, Plan, PlanLayout
+from sparsespec_jax.engine.plan import NON_FINITE, Plan, PlanLayout
 from sparsespec_jax.engine.state import DecodeState
 from sparsespec_jax.models import decoder
 from sparsespec_jax.models.parameters import Params
@@ -49,14 +49,6 @@ class Emission:
     verification: Verification
     implementation: Implementation
 
-    @property
-    def bucket(self) -> Bucket:
-        return self.layout.bucket
-
-    @property
-    def n_queries(self) -> int:
-        return self.layout.n_queries
-
     def sample(
         self, state: DecodeState, row: jax.Array, position: jax.Array, logits: jax.Array
     ) -> Samples:
@@ -67,8 +59,8 @@ class Emission:
             logits,
             skipped,
             self._history(state, row),
-            filters=self.bucket.filters,
-            penalties=self.bucket.penalties,
+            filters=self.layout.bucket.filters,
+            penalties=self.layout.bucket.penalties,
             implementation=self.implementation,
         )
         return Samples(row, position, logits, token, finite)
@@ -94,7 +86,7 @@ class Emission:
             state.max_length[row],
             sampling.min_length[row],
         )
-        query = jnp.arange(self.n_queries)
+        query = jnp.arange(self.layout.n_queries)
         failed = running & ~(samples.finite[at] | (query > n_drafts[:, None])).all(axis=1)
         reason = jnp.where(failed, NON_FINITE, jnp.where(running, reason, RUNNING))
         emitted = jnp.where(failed, 0, emitted)
@@ -124,7 +116,7 @@ class Emission:
 
     def _sample_index(self) -> jax.Array:
         """Where the emitting rows' queries are among the samples: [E, Q] int32."""
-        bucket, queries = self.bucket, self.n_queries
+        bucket, queries = self.layout.bucket, self.layout.n_queries
         chunks = bucket.drafts + bucket.verifies * queries
         verify = jnp.arange(bucket.drafts, chunks).reshape(bucket.verifies, queries)
         prefill = chunks + jnp.arange(bucket.chunks)
@@ -139,8 +131,8 @@ class Emission:
         sampled: jax.Array,
     ) -> tuple[jax.Array, jax.Array]:
         """Accepted drafts [E] and the tokens to emit [E, Q]; prefills accept none."""
-        n_verify, k = self.bucket.verifies, self.n_queries - 1
-        none = jnp.zeros(self.bucket.chunks, jnp.int32)
+        n_verify, k = self.layout.bucket.verifies, self.layout.n_queries - 1
+        none = jnp.zeros(self.layout.bucket.chunks, jnp.int32)
         if not n_verify:
             return none, sampled
         verify_row, n_drafts = plan.verifies.T
@@ -167,7 +159,11 @@ class Emission:
 
         Keeping k vocabulary rows instead would take 6 MB a request; the hidden states take 64 KB.
         """
-        n, queries, k = self.bucket.verifies, self.n_queries, self.n_queries - 1
+        n, queries, k = (
+            self.layout.bucket.verifies,
+            self.layout.n_queries,
+            self.layout.n_queries - 1,
+        )
         first = state.length[verify_row]
 
         def distribution(logits: jax.Array, row: jax.Array, position: jax.Array) -> jax.Array:
@@ -175,11 +171,11 @@ class Emission:
                 logits,
                 self._args(state, row, position),
                 self._history(state, row),
-                filters=self.bucket.filters,
-                penalties=self.bucket.penalties,
+                filters=self.layout.bucket.filters,
+                penalties=self.layout.bucket.penalties,
             )
 
-        window = slice(self.bucket.drafts, self.bucket.drafts + n * queries)
+        window = slice(self.layout.bucket.drafts, self.layout.bucket.drafts + n * queries)
         target = distribution(samples.logits[window], samples.row[window], samples.position[window])
         hidden = state.draft_hidden[verify_row].reshape(n * k, -1)
         draft = distribution(
@@ -200,7 +196,7 @@ class Emission:
         self, state: DecodeState, samples: Samples, at: jax.Array, tokens: jax.Array
     ) -> list[jax.Array]:
         """The logprob sections of the result."""
-        if self.bucket.logprobs < 0:
+        if self.layout.bucket.logprobs < 0:
             return []
         rows, which = tokens.shape[0], at.ravel()
         row = samples.row[which]
@@ -210,12 +206,12 @@ class Emission:
             self._args(state, row, samples.position[which]),
             self._history(state, row),
             rows=which,
-            top_n=self.bucket.logprobs,
-            penalties=self.bucket.penalties,
+            top_n=self.layout.bucket.logprobs,
+            penalties=self.layout.bucket.penalties,
             implementation=self.implementation,
         )
         words = [_bits(chosen).reshape(rows, -1)]
-        if self.bucket.logprobs:
+        if self.layout.bucket.logprobs:
             words += [ids.reshape(rows, -1), _bits(values).reshape(rows, -1)]
         return words
 
@@ -223,7 +219,7 @@ class Emission:
         return sample_args(state.sampling, row, position)
 
     def _history(self, state: DecodeState, row: jax.Array) -> jax.Array | None:
-        return sample_history(state.tokens, row) if self.bucket.penalties else None
+        return sample_history(state.tokens, row) if self.layout.bucket.penalties else None
 
 
 def _bits(x: jax.Array) -> jax.Array:

@@ -16,7 +16,7 @@ from pallas_kernels import CausalRows, append_kv, fused_attention
 from sparsespec_jax.config import Implementation, Verification
 from sparsespec_jax.drafters.base import Drafter, Verified
 from sparsespec_jax.engine.emission import Emission
-from sparsespec_jax.engine.plan import Bucket, Plan, PlanLayout
+from sparsespec_jax.engine.plan import Plan, PlanLayout
 from sparsespec_jax.engine.state import DecodeState, apply_updates
 from sparsespec_jax.kv.pool import Pools
 from sparsespec_jax.models import decoder
@@ -45,14 +45,6 @@ class Step:
     layout: PlanLayout
     verification: Verification
     implementation: Implementation
-
-    @property
-    def bucket(self) -> Bucket:
-        return self.layout.bucket
-
-    @property
-    def n_queries(self) -> int:
-        return self.layout.n_queries
 
     def __call__(
         self, params: Params, pools: Pools, state: DecodeState, packed: jax.Array
@@ -83,7 +75,7 @@ class Step:
         drafts = state.length[row] - 1 + index
 
         verify_row, n_drafts = plan.verifies.T
-        offset = jnp.arange(self.n_queries)
+        offset = jnp.arange(self.layout.n_queries)
         verifies = state.length[verify_row][:, None] - 1 + offset
         verify_live = offset <= n_drafts[:, None]
 
@@ -92,7 +84,11 @@ class Step:
         chunks = start[:, None] + offset
         chunk_live = offset < count[:, None]
 
-        rows = [row, jnp.repeat(verify_row, self.n_queries), jnp.repeat(chunk_row, len(offset))]
+        rows = [
+            row,
+            jnp.repeat(verify_row, self.layout.n_queries),
+            jnp.repeat(chunk_row, len(offset)),
+        ]
         row = jnp.concatenate(rows)
         position = jnp.concatenate([drafts, verifies.ravel(), chunks.ravel()])
         live = jnp.concatenate(
@@ -106,14 +102,14 @@ class Step:
         self, params: Params, pools: Pools, state: DecodeState, plan: Plan, queries: Queries
     ) -> tuple[jax.Array, Pools, jax.Array | None]:
         """Hidden states [T, hidden], the pools, and scores of all layers for the drafter."""
-        model, bucket, n_drafts = self.model, self.bucket, self.bucket.drafts
+        model, bucket, n_drafts = self.model, self.layout.bucket, self.layout.bucket.drafts
         drafts = None
         if n_drafts:
             drafts = self.drafter.draft_rows(
                 state.drafter, plan.drafts[:, 0], queries.position[:n_drafts]
             )
         verify = prefill = scored = None
-        score_queries = self.n_queries if self.drafter.k else 0
+        score_queries = self.layout.n_queries if self.drafter.k else 0
         if bucket.verifies:
             row = plan.verifies[:, 0]
             count = jnp.where(row == self.layout.trash_row, 0, plan.verifies[:, 1] + 1)
@@ -146,7 +142,7 @@ class Step:
                 drafts=drafts,
                 verify=verify,
                 prefill=prefill,
-                n_queries=self.n_queries,
+                n_queries=self.layout.n_queries,
                 chunk=self.layout.chunk,
                 score_queries=score_queries,
                 scored=scored,
@@ -165,12 +161,12 @@ class Step:
 
         Returns batch row, position and index among the step's tokens, each [S].
         """
-        bucket = self.bucket
-        head = bucket.drafts + bucket.verifies * self.n_queries
+        bucket = self.layout.bucket
+        head = bucket.drafts + bucket.verifies * self.layout.n_queries
         chunk_start = head + jnp.arange(bucket.chunks) * self.layout.chunk
         last = chunk_start + jnp.maximum(plan.chunks[:, 2] - 1, 0)
         picked = jnp.concatenate([jnp.arange(head), last]).astype(jnp.int32)
-        verify_rows = jnp.repeat(plan.verifies[:, 0], self.n_queries)
+        verify_rows = jnp.repeat(plan.verifies[:, 0], self.layout.n_queries)
         row = jnp.concatenate([plan.drafts[:, 0], verify_rows, plan.chunks[:, 0]])
         return row, queries.position[picked], picked
 
@@ -183,7 +179,7 @@ class Step:
         sampled: jax.Array,
     ) -> DecodeState:
         """Put the drafted tokens behind the row's history, where the next steps look for them."""
-        n = self.bucket.drafts
+        n = self.layout.bucket.drafts
         if not n:
             return state
         row, index = plan.drafts.T
@@ -206,14 +202,14 @@ class Step:
         verify_row, n_drafts = plan.verifies.T
         chunk_row, start, count, final = plan.chunks.T
         chunk_row = jnp.where(final == 1, chunk_row, self.layout.trash_row)
-        scored = jnp.minimum(count, self.n_queries)
+        scored = jnp.minimum(count, self.layout.n_queries)
         row = jnp.concatenate([verify_row, chunk_row])
         trash = row == self.layout.trash_row
         return Verified(
             row=row,
             scores=scores,
             queries=jnp.concatenate([n_drafts + 1, scored]),
-            committed=jnp.concatenate([accepted[: self.bucket.verifies] + 1, scored]),
+            committed=jnp.concatenate([accepted[: self.layout.bucket.verifies] + 1, scored]),
             start=jnp.where(
                 trash, 0, jnp.concatenate([old_length[verify_row] - 1, start + count - scored])
             ),
