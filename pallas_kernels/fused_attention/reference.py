@@ -83,6 +83,10 @@ def causal_attention(
     slots, heads = slots[:, None], jnp.arange(n_kv_heads)[:, None]
     k = k_pool[slots, heads].astype(jnp.float32)
     v = jnp.where(in_row[:, None, :, None], v_pool[slots, heads].astype(jnp.float32), 0)
+    # Values that are no numbers must reach the queries that see them, and no query before (0 * NaN
+    # is NaN): they reach them through the logits, which are masked.
+    finite = jnp.isfinite(v).all(-1)
+    v = jnp.where(finite[..., None], v, 0)
     live = position <= (rows.start[:, None] + query)[..., None]
     live = live & (query < rows.count[:, None])[..., None]
 
@@ -90,6 +94,7 @@ def causal_attention(
     q = q.astype(jnp.float32).reshape(n_rows, n, n_kv_heads, -1, head_dim)
     q = q.transpose(0, 2, 3, 1, 4).reshape(n_rows, n_kv_heads, -1, head_dim)
     logits = jnp.einsum("rhqd,rhsd->rhqs", q, k, precision=_EXACT) * scale
+    logits += jnp.where(finite, 0, jnp.nan)[:, :, None]
     group = n_heads // n_kv_heads
     weights = logits.reshape(n_rows, n_kv_heads, group, n, context)
     weights = _softmax(weights, live[:, None, None])

@@ -72,7 +72,7 @@ class Emission:
 
         Also returns how many drafts each emitting row accepted, [E].
         """
-        row, n_drafts, emits = self._emitting_rows(plan)
+        row, emits = self._emitting_rows(plan)
         at = self._sample_index()
         accepted, tokens = self._accept(params, state, plan, samples, samples.token[at])
 
@@ -86,10 +86,12 @@ class Emission:
             state.max_length[row],
             sampling.min_length[row],
         )
+        # What plain decoding would emit before it fails; queries of rejected drafts do not count.
         query = jnp.arange(self.layout.n_queries)
-        failed = running & ~(samples.finite[at] | (query > n_drafts[:, None])).all(axis=1)
+        no_number = ~samples.finite[at] & (query < emitted[:, None])
+        failed = no_number.any(axis=1)
+        emitted = jnp.where(failed, no_number.argmax(axis=1).astype(jnp.int32), emitted)
         reason = jnp.where(failed, NON_FINITE, jnp.where(running, reason, RUNNING))
-        emitted = jnp.where(failed, 0, emitted)
         accepted = jnp.minimum(accepted, emitted)
 
         live = query < emitted[:, None]
@@ -104,15 +106,11 @@ class Emission:
         words += self._logprob_words(state, samples, at, tokens)
         return state, jnp.concatenate(words, axis=1), accepted
 
-    def _emitting_rows(self, plan: Plan) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Batch row, drafts to verify, and whether it may emit, of each emitting row: [E]."""
-        verify_row, n_drafts = plan.verifies.T
-        chunk_row, _, _, final = plan.chunks.T
-        return (
-            jnp.concatenate([verify_row, chunk_row]),
-            jnp.concatenate([n_drafts, jnp.zeros_like(chunk_row)]),
-            jnp.concatenate([jnp.ones_like(verify_row, bool), final == 1]),
-        )
+    def _emitting_rows(self, plan: Plan) -> tuple[jax.Array, jax.Array]:
+        """Batch row of each emitting row, and whether it may emit: [E]."""
+        verify_row, chunk_row, final = plan.verifies[:, 0], plan.chunks[:, 0], plan.chunks[:, 3]
+        may_emit = jnp.concatenate([jnp.ones_like(verify_row, bool), final == 1])
+        return jnp.concatenate([verify_row, chunk_row]), may_emit
 
     def _sample_index(self) -> jax.Array:
         """Where the emitting rows' queries are among the samples: [E, Q] int32."""

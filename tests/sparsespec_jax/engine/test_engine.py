@@ -365,6 +365,23 @@ def test_a_request_that_fails_later_keeps_what_it_emitted(poisoned):
     assert "after 1 tokens" in str(run.error)
 
 
+def test_a_request_fails_where_it_would_without_drafts(poisoned, tiny_model):
+    """Not in a draft that is rejected, and with all tokens before it."""
+    params = [
+        {"logit_bias": {POISON: bias}, "max_tokens": 40, "ignore_eos": True, "seed": seed}
+        for seed, bias in enumerate((2, 2, 2, 3, 3, 4))
+    ]
+    plain = Engine(tiny_model, poisoned._executor._params, CONFIG, SpeculationConfig(method="none"))
+    prompt = [token for token in prompt_of(20) if token != POISON]
+    expected = [Run(plain, prompt, **p).ended() for p in params]
+    found = [run.ended() for run in [Run(poisoned, prompt, **p) for p in params]]
+    plain.close()
+    assert [run.tokens for run in found] == [run.tokens for run in expected]
+    assert [run.finish_reason for run in found] == [run.finish_reason for run in expected]
+    assert {run.tokens[-1] for run in found if run.finish_reason == "error"} == {POISON}
+    assert max(len(run.tokens) for run in found if run.finish_reason == "error") > K
+
+
 def test_a_step_that_fails_ends_every_request_with_its_error_and_the_next_call_works(
     make_engine, monkeypatch
 ):
