@@ -20,7 +20,6 @@ small. Steps come in the order of `sparsespec_jax.countdown.moves`.
 from __future__ import annotations
 
 import dataclasses
-import json
 import random
 from pathlib import Path
 
@@ -34,6 +33,7 @@ from sparsespec_jax.countdown import (
     reachable,
     sample_problem,
 )
+from sparsespec_jax.models.hub import write_json
 
 MAX_LENGTH = 4096  # tokens of prompt and trace
 UNSOLVABLE = 0.03  # share of training problems without a solution
@@ -272,7 +272,3 @@ def write_tokenizer(directory: Path) -> None:
     }
     write_json(directory / "tokenizer_config.json", config)
     write_json(directory / "generation_config.json", generation)
-
-
-def write_json(path: Path, value: dict) -> None:
-    path.write_text(json.dumps(value, indent=2) + "\n")

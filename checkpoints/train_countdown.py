@@ -36,13 +36,13 @@ from checkpoints.countdown_traces import (
     trace,
     training_example,
     vocabulary,
-    write_json,
     write_tokenizer,
 )
 from checkpoints.dense_sampler import sample
 from sparsespec_jax.countdown import check_answer, held_out
 from sparsespec_jax.models.config import ModelConfig, RopeConfig
 from sparsespec_jax.models.decoder import Decoder, forward
+from sparsespec_jax.models.hub import write_json
 from sparsespec_jax.models.huggingface import save_hf
 from sparsespec_jax.models.loading import load_model
 from sparsespec_jax.models.parameters import Params
