@@ -8,6 +8,7 @@ from sparsespec_jax.engine.plan import Bucket, PlanLayout, ResultLayout
 from sparsespec_jax.sampling.params import SamplingParams
 
 LOGPROB_WIDTHS = (0, 5, 20)
+ROW_MULTIPLE = 8  # matmuls of any other number of rows are padded to it: six more kernels a layer
 
 
 class Features(NamedTuple):
@@ -31,9 +32,10 @@ class Features(NamedTuple):
 class Buckets:
     """Picks the bucket of a step.
 
-    Decoding rows come in a few batch sizes. A batch of b rows has room for b drafts and, since rows
-    are spread over the phases of the cycle, about b / (k + 1) verifications. One of up to k rows
-    often verifies nothing, and has a bucket for that; a lone row drafts or verifies.
+    Decoding rows come in a few batch sizes. Since rows are spread over the phases of the cycle, a
+    batch of b rows has room for about b / (k + 1) verifications and k b / (k + 1) drafts. One of up
+    to k rows often verifies nothing, and has a bucket for that, with room for b drafts; a lone row
+    drafts or verifies.
     """
 
     def __init__(
@@ -64,6 +66,17 @@ class Buckets:
         batch = _at_least(self._batches, rows)
         return batch if self.k == 0 else -(-batch // (self.k + 1))
 
+    def most_drafts(self, batch: int, verifies: int) -> int:
+        """Draft rows that a step of `batch` decoding rows has room for beside `verifies`.
+
+        All that are due while the phases are spread evenly, and as many more as round the step up
+        to a multiple of ROW_MULTIPLE queries.
+        """
+        if self.k == 0 or batch <= self.k:
+            return batch if self.k else 0
+        due = batch - batch // (self.k + 1)
+        return due + -(due + verifies * (self.k + 1)) % ROW_MULTIPLE
+
     def smallest(
         self, drafts: int, verifies: int, prefill: bool, context: int, features: Features
     ) -> Bucket:
@@ -75,7 +88,7 @@ class Buckets:
         if not (verifies or chunks):
             features = features._replace(logprobs=-1)  # drafts report nothing
         return Bucket(
-            drafts=0 if self.k == 0 or (batch == 1 and not drafts) else batch,
+            drafts=0 if batch == 1 and not drafts else self.most_drafts(batch, verifies),
             verifies=verifies,
             chunks=chunks,
             context=_at_least(self._contexts, context),
@@ -88,8 +101,9 @@ class Buckets:
         for batch in self._batches:
             if batch <= self.k:
                 decoding.add(Bucket(batch, 0, 0, 0))
-            drafts = 0 if self.k == 0 or batch == 1 else batch
-            decoding.add(Bucket(drafts, self.most_verifies(batch), 0, 0))
+            verifies = self.most_verifies(batch)
+            drafts = 0 if batch == 1 else self.most_drafts(batch, verifies)
+            decoding.add(Bucket(drafts, verifies, 0, 0))
         return sorted(
             bucket._replace(chunks=chunks, context=context)
             for bucket in decoding

@@ -184,7 +184,8 @@ class Scheduler:
         bucket = self._buckets.smallest(
             len(drafting), len(verifying), bool(prefilling), max(ends), self._features
         )
-        verifying = verifying[: bucket.verifies]  # who finds no place verifies a step later
+        # Who finds no place drafts or verifies a step later.
+        drafting, verifying = drafting[: bucket.drafts], verifying[: bucket.verifies]
         layout = self._buckets.layout(bucket)
         packed, plan = layout.empty()
         updates = _Updates(plan, self._allocator)
