@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels import add_norm
 from sparsespec_jax.models.config import ModelConfig
 from sparsespec_jax.models.decoder import (
     attention_inputs,
@@ -94,10 +95,12 @@ def _decode(params, tokens, cache, position, config: ModelConfig):
     positions = jnp.full(rows, position)
     cos, sin = rope_tables(positions, config.rope, dim)
     visible = jnp.arange(cache[0][0].shape[2]) <= position
+    norm = functools.partial(add_norm, eps=config.rms_norm_eps, implementation="xla")
     x = embed(params, tokens)
     appended = []
     for layer, (keys, values) in zip(params["layers"], cache, strict=True):
-        q, k, v = attention_inputs(layer, x, cos, sin, config)
+        x, normed = norm(x, None, layer["attention_norm"])
+        q, k, v = attention_inputs(layer, normed, cos, sin, config)
         keys = jax.lax.dynamic_update_index_in_dim(keys, k, position, axis=2)
         values = jax.lax.dynamic_update_index_in_dim(values, v, position, axis=2)
         appended.append((keys, values))
@@ -105,6 +108,7 @@ def _decode(params, tokens, cache, position, config: ModelConfig):
         scores = jnp.einsum("rkgd,rktd->rkgt", q, keys, preferred_element_type=jnp.float32)
         weights = jax.nn.softmax(jnp.where(visible, scores * dim**-0.5, -jnp.inf), axis=-1)
         attended = jnp.einsum("rkgt,rktd->rkgd", weights.astype(values.dtype), values)
-        x = x + attention_output(layer, attended.reshape(rows, kv * group, dim), config)
-        x = x + mlp(layer, x, config)
+        delta = attention_output(layer, attended.reshape(rows, kv * group, dim), config)
+        x, normed = norm(x, delta, layer["mlp_norm"])
+        x = x + mlp(layer, normed)
     return lm_logits(params, final_norm(params, x, config)), appended

@@ -3,7 +3,9 @@
 | op | what it does |
 | --- | --- |
 | `fused_attention` | attention of draft, verify and prefill rows over one KV pool; scores |
-| `append_kv` | new keys and values into the pool, in place |
+| `add_norm` | a residual stream takes a matmul's output; its RMS norm for the next one |
+| `append_kv` | norms and rotation of a qkv projection; keys and values into the pool, in place |
+| `rank_positions` | scores of several queries -> one ranking of the positions |
 | `select_positions` | exact top-K positions per layer, row and KV head |
 | `sample_tokens` | penalties, filters, noise and argmax over the vocabulary; logprobs |
 
@@ -11,8 +13,20 @@ A folder per op: `api.py` is the contract and picks the implementation, `referen
 `pallas_triton.py` the kernel.
 """
 
+from pallas_kernels.add_norm import add_norm
 from pallas_kernels.append_kv import append_kv
-from pallas_kernels.fused_attention import CausalRows, DraftRows, fused_attention
+from pallas_kernels.fused_attention import (
+    AttentionScores,
+    CausalRows,
+    CodedScores,
+    DenseScores,
+    DraftRows,
+    DraftSlots,
+    draft_slots,
+    fused_attention,
+    sliding_window,
+)
+from pallas_kernels.rank_positions import rank_positions
 from pallas_kernels.sample_tokens import (
     SampleArgs,
     Sampled,
@@ -24,15 +38,23 @@ from pallas_kernels.sample_tokens import (
 from pallas_kernels.select_positions import select_positions
 
 __all__ = [
+    "AttentionScores",
     "CausalRows",
+    "CodedScores",
+    "DenseScores",
     "DraftRows",
+    "DraftSlots",
     "SampleArgs",
     "Sampled",
+    "add_norm",
     "append_kv",
+    "draft_slots",
     "fused_attention",
+    "rank_positions",
     "sample",
     "sample_tokens",
     "sampling_logprobs",
     "select_positions",
+    "sliding_window",
     "token_logprobs",
 ]

@@ -11,7 +11,6 @@ import itertools
 import json
 import os
 import platform
-import statistics
 import subprocess
 import time
 import warnings
@@ -23,14 +22,28 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import append_kv, fused_attention, select_positions
+from pallas_kernels import (
+    add_norm,
+    append_kv,
+    fused_attention,
+    gpus,
+    rank_positions,
+    select_positions,
+)
 from pallas_kernels.fused_attention import pallas_triton
-from pallas_kernels.fused_attention.pallas_triton import Tile, Tiles
+from pallas_kernels.fused_attention.tiles import Tile, Tiles, choose_tiles
 from pallas_kernels.sample_tokens import sample, token_logprobs
-from pallas_kernels.shapes import H200, TINY, Append, Attention, Sample, Select
+from pallas_kernels.shapes import H200, TINY, AddNorm, Append, Attention, Rank, Sample, Select
 
-Case = Attention | Append | Select | Sample
-OPS = ("fused_attention", "append_kv", "select_positions", "sample_tokens")
+Case = Attention | Append | AddNorm | Rank | Select | Sample
+OPS = (
+    "fused_attention",
+    "append_kv",
+    "add_norm",
+    "rank_positions",
+    "select_positions",
+    "sample_tokens",
+)
 
 
 def commit() -> str:
@@ -56,13 +69,17 @@ def environment() -> dict[str, str]:
 
 
 def seconds(run: Callable[..., Any], *args: Any, repeats: int) -> float:
-    """Median time of a call, after two calls to compile and warm up."""
-    times = []
-    for _ in range(repeats + 2):
+    """Time of a call: the best of three rounds of `repeats` calls in flight at once, so that the
+    host's work hides behind the device's."""
+    jax.block_until_ready(run(*args))
+    rounds = []
+    for _ in range(3):
         begin = time.perf_counter()
-        jax.block_until_ready(run(*args))
-        times.append(time.perf_counter() - begin)
-    return statistics.median(times[2:])
+        for _ in range(repeats):
+            done = run(*args)
+        jax.block_until_ready(done)
+        rounds.append((time.perf_counter() - begin) / repeats)
+    return min(rounds)
 
 
 def read_bandwidth(size: int, repeats: int) -> float:
@@ -75,37 +92,83 @@ def read_bandwidth(size: int, repeats: int) -> float:
 def attention_time(
     inputs: tuple[dict, dict], n_calls: int, repeats: int, attend: Callable[..., Any]
 ) -> float:
-    """Seconds per call. All calls have their own queries, so that none can be shared."""
+    """Seconds per call. Calls are layers: they have their own queries, and pass the scores on."""
     arrays, statics = inputs
     queries = tuple(arrays["q"] * (1 + i / 16) for i in range(n_calls))
-    rest = {name: value for name, value in arrays.items() if name != "q"}
+    rest = {name: value for name, value in arrays.items() if name not in ("q", "drafts")}
+    drafts = arrays["drafts"]
+    if drafts is not None:
+        drafts = drafts._replace(slots=jnp.tile(drafts.slots, (n_calls, 1, 1, 1)))
 
     @jax.jit
-    def run(queries, rest):
-        return [attend(q, **rest, **statics) for q in queries]
+    def run(queries, drafts, rest):
+        outs, scores = [], None
+        for layer, q in enumerate(queries):
+            out, scores = attend(
+                q, **rest, **statics, drafts=drafts, scores=scores, layer=layer, n_layers=n_calls
+            )
+            outs.append(out)
+        return outs, scores
 
-    return seconds(run, queries, rest, repeats=repeats) / n_calls
+    return seconds(run, queries, drafts, rest, repeats=repeats) / n_calls
 
 
 def append_time(case: Append, n_calls: int, repeats: int, implementation: str) -> float:
     """Seconds per call. The pools are donated and passed on from call to call."""
-    k_pool, v_pool, k_new, v_new, slots = case.inputs()
-    new = tuple((k_new * i, v_new * i) for i in range(n_calls))
+    arrays = case.inputs()
+    pools = [(arrays.pop("k_pool"), arrays.pop("v_pool"))]
+    qkv = arrays.pop("qkv")
+    projections = tuple(qkv * (1 + i / 16) for i in range(n_calls))
 
     @functools.partial(jax.jit, donate_argnums=0)
-    def run(pools, new, slots):
-        for k_new, v_new in new:
-            pools = append_kv(*pools, k_new, v_new, slots, implementation=implementation)
-        return pools
-
-    pools = [(k_pool, v_pool)]
-    del k_pool, v_pool
+    def run(pools, projections, arrays):
+        queries = []
+        for qkv in projections:
+            q, *pools = append_kv(*pools, qkv=qkv, **arrays, implementation=implementation)
+            queries.append(q)
+        return pools, queries
 
     def step():
-        pools.append(run(pools.pop(), new, slots))
-        return pools[-1]
+        new_pools, queries = run(pools.pop(), projections, arrays)
+        pools.append(new_pools)
+        return new_pools, queries
 
     return seconds(step, repeats=repeats) / n_calls
+
+
+def add_norm_time(case: AddNorm, n_calls: int, repeats: int, implementation: str) -> float:
+    """Seconds per call. The sum is passed on from call to call, like a residual stream."""
+    x, delta, scale = case.inputs()
+    deltas = tuple(delta * (1 + i / 16) for i in range(n_calls))
+
+    @jax.jit
+    def run(x, deltas, scale):
+        outs = []
+        for delta in deltas:
+            x, normed = add_norm(x, delta, scale, implementation=implementation)
+            outs.append(normed)
+        return x, outs
+
+    return seconds(run, x, deltas, scale, repeats=repeats) / n_calls
+
+
+def rank_time(case: Rank, n_calls: int, repeats: int, implementation: str) -> float:
+    """Seconds per call. All calls have their own weights, so that none can be shared."""
+    scores, end, here, ahead, committed = case.inputs()
+    calls = tuple(here * (1 + i / 16) for i in range(n_calls))
+
+    @jax.jit
+    def run(scores, end, calls, ahead, committed):
+        rank = functools.partial(
+            rank_positions,
+            group=case.group,
+            drafts=case.k,
+            context=case.context,
+            implementation=implementation,
+        )
+        return [rank(scores, end, here, ahead, committed) for here in calls]
+
+    return seconds(run, scores, end, calls, ahead, committed, repeats=repeats) / n_calls
 
 
 def select_time(case: Select, n_calls: int, repeats: int, implementation: str) -> float:
@@ -150,6 +213,10 @@ def case_time(case: Case, variant: str, n_calls: int, repeats: int) -> float:
         return attention_time(case.inputs(), n_calls, repeats, attend)
     if isinstance(case, Append):
         return append_time(case, n_calls, repeats, variant)
+    if isinstance(case, AddNorm):
+        return add_norm_time(case, n_calls, repeats, variant)
+    if isinstance(case, Rank):
+        return rank_time(case, n_calls, repeats, variant)
     if isinstance(case, Sample):
         return sample_time(case, n_calls, repeats, variant)
     return select_time(case, n_calls, repeats, variant)
@@ -185,26 +252,41 @@ def rows(ops: list[str], variants: list[str], on_gpu: bool, bandwidth: float) ->
 
 
 def sweeps() -> Iterator[tuple[str, Tiles]]:
-    """Tiles to try for each kernel, on the case that isolates it."""
-    for block, warps, stages in itertools.product((16, 32, 64), (1, 2, 4), (2, 3, 4, 5)):
-        yield "drafts", Tiles(draft=Tile(16, block, warps, stages))
-    for block, warps, stages in itertools.product((32, 64), (2, 4, 8), (2, 3, 4)):
-        for length in (1024, 2048):
-            yield "verify", Tiles(causal=Tile(64, block, warps, stages), length=length)
-    for block, warps, stages in itertools.product((32, 64, 128), (2, 4, 8), (2, 3, 4)):
-        for span in (512, 1024):
-            yield "verify, scores", Tiles(score=Tile(16, block, warps, stages), span=span)
+    """Tiles to try for each kernel, on the cases that isolate it."""
+    shape, gpu = H200["fused_attention"]["verify"], gpus.current()
+    usual = choose_tiles(
+        shape.n_queries * shape.group, shape.group, shape.head_dim, jnp.dtype(shape.dtype), gpu
+    )
+    for block, warps, stages in itertools.product((16, 32), (1, 2, 4), (3, 5, 7)):
+        yield "drafts", usual._replace(draft=Tile(16, block, warps, stages))
+    causal = {
+        "verify": itertools.product((64,), (32, 64), (4, 8), (3, 5, 7), (1, 2, 3)),
+        "verify, k=7": itertools.product((32, 64), (32, 64), (2, 4), (3, 5, 7), (2, 3)),
+        "decode": itertools.product((16,), (32, 64), (2, 4), (3, 5), (4, 6)),
+        "prefill": itertools.product((64, 128), (32, 64), (4, 8), (3, 5), (1, 2, 3)),
+    }
+    for name, tiles in causal.items():
+        cases = [name, f"{name}, scores"] if name.startswith("verify") else [name]
+        for *tile, resident in tiles:
+            chosen = Tiles(usual.draft, Tile(*tile), gpu.multiprocessors * resident)
+            yield from ((case, chosen) for case in cases)
 
 
 def sweep_rows() -> Iterator[dict]:
-    for name, group in itertools.groupby(sweeps(), lambda sweep: sweep[0]):
+    by_case = sorted(sweeps(), key=lambda sweep: sweep[0])
+    for name, group in itertools.groupby(by_case, lambda sweep: sweep[0]):
         inputs = H200["fused_attention"][name].inputs()
         for _, tiles in group:
 
-            def attend(q, *args, layer, tiles=tiles, **kwargs):
-                layer = jnp.int32(layer)
-                kernel = pallas_triton.fused_attention
-                return kernel(q, *args, layer=layer, interpret=False, tiles=tiles, **kwargs)
+            def attend(*args, layer, tiles=tiles, **kwargs):
+                return pallas_triton.fused_attention(
+                    *args,
+                    layer=jnp.int32(layer),
+                    gpu=gpus.current(),
+                    interpret=False,
+                    tiles=tiles,
+                    **kwargs,
+                )
 
             try:
                 time_s = attention_time(inputs, n_calls=4, repeats=7, attend=attend)

@@ -13,12 +13,13 @@ from typing import Any
 import jax
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
+from pallas_kernels import gpus
+
 
 def lower_for_cuda(
     f: Callable[..., Any],
     *args: Any,
     device_kind: str = "NVIDIA H200",
-    num_cores: int = 132,
     **kwargs: Any,
 ) -> jax.stages.Lowered:
     """Traces and lowers `f(*args, **kwargs)` for platform "cuda"; no GPU is needed.
@@ -30,8 +31,7 @@ def lower_for_cuda(
         f: a function of arrays; jitted here unless it already is (so that donations and static
             arguments are kept).
         *args: arrays or `jax.ShapeDtypeStruct`s.
-        device_kind: the GPU to lower for.
-        num_cores: its number of streaming multiprocessors.
+        device_kind: the GPU to lower for, a key of `gpus.GPUS`.
         **kwargs: keyword arguments of `f`.
 
     Returns:
@@ -40,15 +40,17 @@ def lower_for_cuda(
     if not hasattr(f, "trace"):
         f = jax.jit(f)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_abstract_gpu(device_kind, num_cores))
+        stack.enter_context(_abstract_gpu(device_kind))
+        stack.enter_context(gpus.target(gpus.GPUS[device_kind]))
         stack.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated")
         return f.trace(*args, **kwargs).lower(lowering_platforms=("cuda",))
 
 
-def _abstract_gpu(device_kind: str, num_cores: int) -> contextlib.AbstractContextManager:
+def _abstract_gpu(device_kind: str) -> contextlib.AbstractContextManager:
     """From jax 0.11 on, the Triton lowering asks the mesh in context what GPU it lowers for."""
     if jax.__version_info__ < (0, 11):
         return contextlib.nullcontext()
+    num_cores = gpus.GPUS[device_kind].multiprocessors
     device = AbstractDevice(device_kind=device_kind, num_cores=num_cores, platform="gpu")
     return use_abstract_mesh(AbstractMesh((), (), abstract_device=device))

@@ -12,7 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from pallas_kernels.fused_attention import CausalRows, DraftRows
+from pallas_kernels.fused_attention import (
+    CausalRows,
+    CodedScores,
+    DraftRows,
+    DraftSlots,
+    draft_slots,
+)
 from pallas_kernels.sample_tokens import SampleArgs
 
 
@@ -47,12 +53,10 @@ class Attention:
         return self.n_queries - 1
 
     def bytes(self) -> int:
-        """Keys and values of every row once, scores once."""
+        """Keys and values of every row, once."""
         keys = self.n_drafts * (self.selected + self.recent)
         keys += (self.n_verify + self.n_prefill) * self.context
-        key_bytes = 2 * self.head_dim * jnp.dtype(self.dtype).itemsize
-        scores = self.n_verify * self.n_queries * self.context if self.scores else 0
-        return self.n_kv_heads * (keys * key_bytes + scores * 2)
+        return self.n_kv_heads * keys * 2 * self.head_dim * jnp.dtype(self.dtype).itemsize
 
     def inputs(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Array and static arguments of `fused_attention`, with slots scattered over the pool."""
@@ -84,45 +88,87 @@ class Attention:
             "k_pool": _normal(pool, self.dtype, 1),
             "v_pool": _normal(pool, self.dtype, 2),
             "page_table": _ints(page_table),
-            "drafts": drafts if self.n_drafts else None,
+            "drafts": self._draft_slots(drafts, _ints(page_table)) if self.n_drafts else None,
             "verify": causal(self.n_drafts, self.n_verify, self.n_queries),
             "prefill": causal(self.n_drafts + self.n_verify, self.n_prefill, self.chunk),
         }
         statics = {
-            "layer": 0,
             "n_queries": self.n_queries,
             "chunk": self.chunk,
             "score_queries": self.n_queries if self.scores else 0,
             "scored": None,
             "scale": self.head_dim**-0.5,
-            "max_recent": self.recent,
             "context": self.context,
         }
         return arrays, statics
 
+    def _draft_slots(self, drafts: DraftRows, page_table: Array) -> DraftSlots:
+        """With room for all the tokens that can be recent in a cycle."""
+        return draft_slots(drafts, page_table, max_recent=max(self.recent, 2 * self.k + 1))
+
 
 @dataclass(frozen=True)
 class Append:
-    """New tokens at random slots of one layer's pool."""
+    """The projection of new tokens, which go to random slots of one layer's pool."""
 
     n_tokens: int
     n_slots: int
     n_kv_heads: int = 8
+    group: int = 4
     head_dim: int = 128
+    bias: bool = False
+    norms: bool = True
     dtype: str = "bfloat16"
     k: int | None = None
     context: int | None = None
 
     def bytes(self) -> int:
-        """Read and write, keys and values."""
-        row_bytes = self.n_kv_heads * self.head_dim * jnp.dtype(self.dtype).itemsize
-        return 4 * self.n_tokens * row_bytes
+        """The projection read; queries, keys and values written."""
+        row = self.n_kv_heads * (self.group + 2) * self.head_dim
+        return 2 * self.n_tokens * row * jnp.dtype(self.dtype).itemsize
 
-    def inputs(self) -> tuple[Array, ...]:
-        pool, new = ((n, self.n_kv_heads, self.head_dim) for n in (self.n_slots, self.n_tokens))
+    def inputs(self) -> dict[str, Array | None]:
+        """Array arguments of `append_kv`."""
+        heads = self.n_kv_heads, self.group + 2, self.head_dim
+        pool = self.n_slots, self.n_kv_heads, self.head_dim
+        angle = 3 * _normal((self.n_tokens, self.head_dim // 2), "float32", 3)
         slots = 1 + np.random.default_rng(0).permutation(self.n_slots - 1)[: self.n_tokens]
-        arrays = (_normal(shape, self.dtype, i) for i, shape in enumerate((pool, pool, new, new)))
-        return (*arrays, _ints(slots))
+
+        def norm(seed: int) -> Array | None:
+            return _normal((self.head_dim,), self.dtype, seed) if self.norms else None
+
+        return {
+            "k_pool": _normal(pool, self.dtype, 0),
+            "v_pool": _normal(pool, self.dtype, 1),
+            "qkv": _normal((self.n_tokens, *heads), self.dtype, 2),
+            "slots": _ints(slots),
+            "cos": jnp.cos(angle),
+            "sin": jnp.sin(angle),
+            "bias": _normal(heads, self.dtype, 4) if self.bias else None,
+            "q_norm": norm(5),
+            "k_norm": norm(6),
+        }
+
+
+@dataclass(frozen=True)
+class AddNorm:
+    """The tokens of one step, and the output of a matmul to add to each."""
+
+    n_tokens: int
+    hidden: int
+    dtype: str = "bfloat16"
+    k: int | None = None
+    context: int | None = None
+
+    def bytes(self) -> int:
+        """Stream and addend read; sum and norm written."""
+        return 4 * self.n_tokens * self.hidden * jnp.dtype(self.dtype).itemsize
+
+    def inputs(self) -> tuple[Array, Array, Array]:
+        """Arguments of `add_norm`."""
+        shape = self.n_tokens, self.hidden
+        x, delta = (_normal(shape, self.dtype, seed) for seed in (0, 1))
+        return x, delta, _normal(shape[1:], self.dtype, 2)
 
 
 @dataclass(frozen=True)
@@ -149,6 +195,41 @@ class Select:
         scores = jnp.exp(4 * _normal(shape, "float32", 0) - 12).astype(self.dtype)
         rows = np.ones(self.n_rows)
         return scores, _ints(rows * self.context), _ints(rows * self.n_selected)
+
+
+@dataclass(frozen=True)
+class Rank:
+    """Coded scores of all layers of the rows that verified in one step, k + 1 queries each."""
+
+    n_layers: int
+    n_rows: int
+    context: int
+    k: int
+    shifted: bool = True
+    n_kv_heads: int = 8
+    group: int = 4
+    block: int = 32
+
+    def bytes(self) -> int:
+        """Codes and their references once, the ranking once."""
+        packed = (self.k + 1) * self.group
+        blocks = self.n_layers * self.n_rows * self.n_kv_heads * -(-self.context // self.block)
+        return blocks * (packed * (self.block + 2) + self.block * 2)
+
+    def inputs(self) -> tuple[Any, ...]:
+        """Array arguments of `rank_positions`, half of the drafts accepted."""
+        n_queries, rows = self.k + 1, np.ones(self.n_rows)
+        n_blocks = -(-self.context // self.block)
+        lead = (self.n_layers, self.n_rows, self.n_kv_heads, n_queries * self.group)
+        scores = CodedScores(
+            jax.random.bits(jax.random.key(0), (*lead, n_blocks * self.block), jnp.uint8),
+            jnp.full((*lead, n_blocks), -7, jnp.float16),
+            jnp.zeros(lead),
+        )
+        weights = jnp.full((self.n_rows, n_queries), 1 / n_queries)
+        ahead = weights if self.shifted else None
+        committed = _ints(rows * (1 + self.k // 2))
+        return scores, _ints(rows * self.context), weights, ahead, committed
 
 
 @dataclass(frozen=True)
@@ -207,18 +288,46 @@ class Sample:
 
 _MIXED = Attention(8192, n_drafts=114, selected=402, recent=8, n_verify=14, n_queries=9)
 
+
+def _with(case: Attention, **changes: Any) -> Attention:
+    return Attention(**{**vars(case), **changes})
+
+
+def _mixed_cases() -> dict[str, Attention]:
+    """The mixed step with and without scores, at other contexts, k and groups."""
+    cases = {"mixed": _MIXED, "mixed, k=7": _with(_MIXED, n_queries=8)}
+    for context in (2048, 32768):  # 5%, at least 128
+        selected = max(128, -(-context // 20)) - 8
+        cases[f"mixed, {context // 1024}K"] = _with(_MIXED, context=context, selected=selected)
+    for group in (2, 5, 8):
+        cases[f"mixed, group {group}"] = _with(_MIXED, group=group)
+    scored = {f"{name}, scores": _with(case, scores=True) for name, case in cases.items()}
+    return cases | scored
+
+
 H200 = {
     "fused_attention": {
-        "mixed": _MIXED,
-        "mixed, scores": Attention(**{**vars(_MIXED), "scores": True}),
-        "mixed, scores, k=7": Attention(**{**vars(_MIXED), "scores": True, "n_queries": 8}),
+        **_mixed_cases(),
         "drafts": Attention(8192, n_drafts=114, selected=402, recent=8),
         "verify": Attention(8192, n_verify=14, n_queries=9),
         "verify, scores": Attention(8192, n_verify=14, n_queries=9, scores=True),
+        "verify, k=7": Attention(8192, n_verify=14, n_queries=8),
+        "verify, k=7, scores": Attention(8192, n_verify=14, n_queries=8, scores=True),
         "decode": Attention(8192, n_verify=128),
+        "decode, 2K": Attention(2048, n_verify=128),
+        "decode, 32K": Attention(32768, n_verify=128),
         "prefill": Attention(8192, n_prefill=1, chunk=2048),
     },
-    "append_kv": {"mixed": Append(248, n_slots=1 << 20)},
+    "append_kv": {
+        "mixed": Append(248, n_slots=1 << 20),
+        "mixed, Qwen2": Append(248, n_slots=1 << 20, group=7, bias=True, norms=False),
+        "prefill": Append(2048, n_slots=1 << 20),
+    },
+    "add_norm": {"8B": AddNorm(256, 4096), "1.7B": AddNorm(256, 2048)},
+    "rank_positions": {
+        "shifted": Rank(36, 15, context=8192, k=8),
+        "paper": Rank(36, 15, context=8192, k=8, shifted=False),
+    },
     "select_positions": {"8K": Select(36, 15, context=8192, n_selected=410)},
     "sample_tokens": {
         "plain": Sample(248, 151_936),
@@ -238,9 +347,14 @@ _TINY = Attention(
 TINY = {
     "fused_attention": {
         "mixed": _TINY,
-        "mixed, scores": Attention(**{**vars(_TINY), "scores": True}),
+        "mixed, scores": _with(_TINY, scores=True),
     },
     "append_kv": {"mixed": Append(11, n_slots=1024, n_kv_heads=2, head_dim=64, dtype="float32")},
+    "add_norm": {"tiny": AddNorm(11, 96, dtype="float32")},
+    "rank_positions": {
+        "shifted": Rank(2, 3, context=256, k=3, n_kv_heads=2),
+        "paper": Rank(2, 3, context=256, k=3, n_kv_heads=2, shifted=False),
+    },
     "select_positions": {"256": Select(2, 3, context=256, n_selected=12, n_kv_heads=2)},
     "sample_tokens": {
         "plain": Sample(3, 100),

@@ -1,4 +1,4 @@
-"""Writes the keys and values of new tokens into the KV pool, in place."""
+"""Between a layer's qkv projection and its attention: norms, rotation, keys and values in place."""
 
 from pallas_kernels.append_kv.api import append_kv
 

@@ -3,9 +3,11 @@
 import jax.numpy as jnp
 from jax import Array
 
+from pallas_kernels import gpus
 from pallas_kernels.dispatch import Implementation, check, resolve
 from pallas_kernels.fused_attention import reference
-from pallas_kernels.fused_attention.rows import CausalRows, DraftRows
+from pallas_kernels.fused_attention.rows import CausalRows, DraftSlots
+from pallas_kernels.fused_attention.scores import AttentionScores, CodedScores, DenseScores
 
 
 def fused_attention(
@@ -15,22 +17,24 @@ def fused_attention(
     page_table: Array,
     *,
     layer: int,
-    drafts: DraftRows | None,
+    drafts: DraftSlots | None,
     verify: CausalRows | None,
     prefill: CausalRows | None,
     n_queries: int,
     chunk: int,
     score_queries: int = 0,
     scored: Array | None = None,
+    scores: AttentionScores | None = None,
+    n_layers: int = 1,
     scale: float,
-    max_recent: int,
     context: int,
     implementation: Implementation = "auto",
     interpret: bool | None = None,
-) -> tuple[Array, Array | None]:
+) -> tuple[Array, AttentionScores | None]:
     """Attention of one layer for all rows of a step: sparse drafts, full verification, prefill.
 
-    The keys and values of this step's tokens must already be in the pool. Query heads `h * group ..
+    The keys and values of this step's tokens must already be in the pool, where values are finite
+    (`append_kv` sees to both). Query heads `h * group ..
     (h + 1) * group - 1` share KV head `h`. Every row index, position and slot that a live row uses
     must be in range; slot 0 must exist, whatever it holds.
 
@@ -40,30 +44,30 @@ def fused_attention(
         k_pool: [slots, Hkv, D] keys of this layer.
         v_pool: like `k_pool`, values.
         page_table: [B, max_context] int32, slot of each position of each row.
-        layer: which layer of `drafts.selected` to use.
-        drafts: the Nd draft rows, or None.
+        layer: which layer of `drafts.slots` to use, and of the scores to write.
+        drafts: the Nd draft rows (`draft_slots`), or None.
         verify: the Nv verify rows, or None.
         prefill: the Nc prefill rows, or None.
         n_queries: queries per verify row.
         chunk: queries per prefill row.
         score_queries: scored queries per scored row; 0 for no scores, `n_queries` if there are
             verify rows.
-        scored: [F] int32, the prefill rows to score (-1 is padding), or None.
+        scored: [F] int32, the prefill rows to score (-1 is padding), each once, or None.
+        scores: of the layers before, to be completed in place; None in the first call of a step.
+        n_layers: layers that the scores are of.
         scale: factor of the logits, usually D**-0.5.
-        max_recent: bound of `position - recent_start + 1` of the draft rows.
         context: bound of positions: every position in use is < context <= max_context.
 
     Returns:
         out: like `q`. Padding queries get finite values.
-        scores: [Nv + F, Hkv, score_queries, context] or None: softmax probabilities, averaged over
-            the query heads of a group, of every position for each scored query: query i of a verify
-            row, query max(count - score_queries, 0) + i of a scored prefill row. Exactly 0 for dead
-            queries, padding rows and positions after the query. float32 if `q` is, else float16.
+        scores: of R = Nv + F scored rows, or None: softmax probabilities of every position for
+            each scored query, which is query i of a verify row, and query
+            max(count - score_queries, 0) + i of a scored prefill row.
     """
     pallas, interpret = resolve(implementation, interpret)
     _check_arrays(q, k_pool, v_pool, page_table)
     n_drafts, n_verify, n_prefill = (
-        0 if rows is None else rows.row.shape[0] for rows in (drafts, verify, prefill)
+        0 if rows is None else rows[-1].shape[0] for rows in (drafts, verify, prefill)
     )
     expected = n_drafts + n_verify * n_queries + n_prefill * chunk
     check(
@@ -76,8 +80,7 @@ def fused_attention(
         f"context={context}, but must be in 1..{page_table.shape[1]}, the width of page_table",
     )
     if drafts is not None:
-        _check_drafts(drafts, page_table.shape[0], k_pool.shape[1], layer)
-        check(max_recent >= 1, f"max_recent={max_recent}, but must be at least 1")
+        _check_drafts(drafts, k_pool.shape[1], layer)
     if verify is not None:
         _check_causal("verify", verify)
         check(n_queries >= 1, f"n_queries={n_queries}, but must be at least 1")
@@ -106,6 +109,16 @@ def fused_attention(
         score_queries == 0 or n_scored > 0,
         f"score_queries={score_queries}, but there are neither verify rows nor scored prefill rows",
     )
+    if score_queries:
+        check(
+            0 <= layer < n_layers,
+            f"layer={layer}, but must be in 0..{n_layers - 1}, the n_layers={n_layers} of scores",
+        )
+        form = CodedScores if pallas else DenseScores
+        check(
+            scores is None or isinstance(scores, form),
+            f"scores is {type(scores).__name__}, but this implementation makes {form.__name__}",
+        )
     check(expected > 0, "q is empty: there must be at least one draft, verify or prefill row")
 
     arguments = {
@@ -117,8 +130,9 @@ def fused_attention(
         "chunk": chunk,
         "score_queries": score_queries,
         "scored": scored if n_prefill else None,
+        "scores": scores if score_queries else None,
+        "n_layers": n_layers,
         "scale": float(scale),
-        "max_recent": max_recent,
         "context": context,
     }
     if not pallas:
@@ -126,7 +140,7 @@ def fused_attention(
     from pallas_kernels.fused_attention import pallas_triton
 
     return pallas_triton.fused_attention(
-        q, k_pool, v_pool, page_table, **arguments, interpret=interpret
+        q, k_pool, v_pool, page_table, **arguments, gpu=gpus.current(), interpret=interpret
     )
 
 
@@ -155,30 +169,23 @@ def _check_arrays(q: Array, k_pool: Array, v_pool: Array, page_table: Array) -> 
     )
 
 
-def _check_drafts(drafts: DraftRows, n_table_rows: int, n_kv_heads: int, layer: int) -> None:
-    n, selected = drafts.row.shape[0], drafts.selected
-    for name, size in (
-        ("row", n),
-        ("position", n),
-        ("count", n_table_rows),
-        ("recent_start", n_table_rows),
-    ):
-        value = getattr(drafts, name)
-        check(
-            value.shape == (size,) and value.dtype == jnp.int32,
-            f"drafts.{name} is {value.dtype}{list(value.shape)}, but must be int32[{size}]",
-        )
+def _check_drafts(drafts: DraftSlots, n_kv_heads: int, layer: int) -> None:
+    slots, length = drafts
     check(
-        selected.ndim == 4
-        and selected.dtype == jnp.int32
-        and selected.shape[1:3] == (n_table_rows, n_kv_heads)
-        and selected.shape[3] >= 1,
-        f"drafts.selected is {selected.dtype}{list(selected.shape)}, "
-        f"but must be int32[L, B, Hkv, K] with B={n_table_rows}, Hkv={n_kv_heads} and K >= 1",
+        length.ndim == 1 and length.dtype == jnp.int32,
+        f"drafts.length is {length.dtype}{list(length.shape)}, but must be int32[Nd]",
     )
     check(
-        0 <= layer < selected.shape[0],
-        f"layer={layer}, but must be in 0..{selected.shape[0] - 1}, the layers of drafts.selected",
+        slots.ndim == 4
+        and slots.dtype == jnp.int32
+        and slots.shape[1:3] == (length.shape[0], n_kv_heads)
+        and slots.shape[3] >= 1,
+        f"drafts.slots is {slots.dtype}{list(slots.shape)}, but must be int32[L, Nd, Hkv, W] "
+        f"with Nd={length.shape[0]}, Hkv={n_kv_heads} and W >= 1",
+    )
+    check(
+        0 <= layer < slots.shape[0],
+        f"layer={layer}, but must be in 0..{slots.shape[0] - 1}, the layers of drafts.slots",
     )
 
 

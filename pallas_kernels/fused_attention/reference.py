@@ -1,6 +1,6 @@
 """XLA reference of `fused_attention`: gather, mask, softmax, in float32.
 
-Drafts gather their K + max_recent rows of the pool per KV head; verify and prefill rows gather
+Drafts gather the W rows of their lists of slots; verify and prefill rows gather
 their whole context once per row, not per query. The pool is only ever read by gathers, so it is
 never copied.
 """
@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from pallas_kernels.fused_attention.rows import CausalRows, DraftRows
+from pallas_kernels.fused_attention.rows import CausalRows, DraftSlots
+from pallas_kernels.fused_attention.scores import DenseScores
 
 _EXACT = lax.Precision.HIGHEST
 
@@ -26,32 +27,14 @@ def _softmax(logits: Array, live: Array) -> Array:
 
 
 def draft_attention(
-    q: Array,
-    k_pool: Array,
-    v_pool: Array,
-    page_table: Array,
-    drafts: DraftRows,
-    *,
-    layer: Array,
-    scale: float,
-    max_recent: int,
+    q: Array, k_pool: Array, v_pool: Array, layer: Array, drafts: DraftSlots, *, scale: float
 ) -> Array:
     """q [Nd, Hq, D] -> [Nd, Hq, D] float32."""
     n, n_heads, head_dim = q.shape
     n_kv_heads = k_pool.shape[1]
-    row, position = drafts.row, drafts.position[:, None, None]
-    start = drafts.recent_start[row][:, None, None]
-    selected = drafts.selected[layer, row]
-    recent = start + jnp.arange(max_recent)
-    live = jnp.arange(selected.shape[-1]) < drafts.count[row][:, None, None]
-    live = live & (selected < start)
-    attended = jnp.concatenate(
-        [selected, jnp.broadcast_to(recent, (n, n_kv_heads, max_recent))], axis=-1
-    )
-    live = jnp.concatenate(
-        [live, jnp.broadcast_to(recent <= position, (n, n_kv_heads, max_recent))], axis=-1
-    )
-    slots = page_table[row[:, None, None], jnp.where(live, attended, 0)]
+    entries = drafts.slots[layer]
+    live = (entries >= 0) & (jnp.arange(entries.shape[-1]) < drafts.length[:, None, None])
+    slots = jnp.where(entries < 0, ~entries, entries)
     heads = jnp.arange(n_kv_heads)[:, None]
     k = k_pool[slots, heads].astype(jnp.float32)
     v = jnp.where(live[..., None], v_pool[slots, heads].astype(jnp.float32), 0)
@@ -83,10 +66,6 @@ def causal_attention(
     slots, heads = slots[:, None], jnp.arange(n_kv_heads)[:, None]
     k = k_pool[slots, heads].astype(jnp.float32)
     v = jnp.where(in_row[:, None, :, None], v_pool[slots, heads].astype(jnp.float32), 0)
-    # Values that are no numbers must reach the queries that see them, and no query before (0 * NaN
-    # is NaN): they reach them through the logits, which are masked.
-    finite = jnp.isfinite(v).all(-1)
-    v = jnp.where(finite[..., None], v, 0)
     live = position <= (rows.start[:, None] + query)[..., None]
     live = live & (query < rows.count[:, None])[..., None]
 
@@ -94,7 +73,6 @@ def causal_attention(
     q = q.astype(jnp.float32).reshape(n_rows, n, n_kv_heads, -1, head_dim)
     q = q.transpose(0, 2, 3, 1, 4).reshape(n_rows, n_kv_heads, -1, head_dim)
     logits = jnp.einsum("rhqd,rhsd->rhqs", q, k, precision=_EXACT) * scale
-    logits += jnp.where(finite, 0, jnp.nan)[:, :, None]
     group = n_heads // n_kv_heads
     weights = logits.reshape(n_rows, n_kv_heads, group, n, context)
     weights = _softmax(weights, live[:, None, None])
@@ -117,7 +95,7 @@ def _group_mean(weights: Array) -> Array:
 
 @functools.partial(
     jax.jit,
-    static_argnames=("n_queries", "chunk", "score_queries", "scale", "max_recent", "context"),
+    static_argnames=("n_queries", "chunk", "score_queries", "n_layers", "scale", "context"),
 )
 def fused_attention(
     q: Array,
@@ -126,34 +104,24 @@ def fused_attention(
     page_table: Array,
     *,
     layer: Array,
-    drafts: DraftRows | None,
+    drafts: DraftSlots | None,
     verify: CausalRows | None,
     prefill: CausalRows | None,
     n_queries: int,
     chunk: int,
     score_queries: int,
     scored: Array | None,
+    scores: DenseScores | None,
+    n_layers: int,
     scale: float,
-    max_recent: int,
     context: int,
-) -> tuple[Array, Array | None]:
+) -> tuple[Array, DenseScores | None]:
     n_heads, head_dim = q.shape[1:]
-    outs, scores = [], []
+    outs, layer_scores = [], []
     begin = 0
     if drafts is not None:
-        begin = drafts.row.shape[0]
-        outs.append(
-            draft_attention(
-                q[:begin],
-                k_pool,
-                v_pool,
-                page_table,
-                drafts,
-                layer=layer,
-                scale=scale,
-                max_recent=max_recent,
-            )
-        )
+        begin = drafts.length.shape[0]
+        outs.append(draft_attention(q[:begin], k_pool, v_pool, layer, drafts, scale=scale))
     for rows, n in ((verify, n_queries), (prefill, chunk)):
         if rows is None:
             continue
@@ -170,14 +138,18 @@ def fused_attention(
         outs.append(out.reshape(-1, n_heads, head_dim))
         begin = end
         if score_queries and rows is verify:
-            scores.append(_group_mean(weights))
+            layer_scores.append(_group_mean(weights))
         elif score_queries and scored is not None:
-            scores.append(_last_scores(_group_mean(weights), rows.count, scored, score_queries))
+            layer_scores.append(
+                _last_scores(_group_mean(weights), rows.count, scored, score_queries)
+            )
     out = jnp.concatenate(outs).astype(q.dtype)
     if not score_queries:
         return out, None
-    dtype = jnp.float32 if q.dtype == jnp.float32 else jnp.float16
-    return out, jnp.concatenate(scores).astype(dtype)
+    probabilities = jnp.concatenate(layer_scores)
+    if scores is None:
+        scores = DenseScores(jnp.zeros((n_layers, *probabilities.shape), jnp.float32))
+    return out, DenseScores(scores.probabilities.at[layer].set(probabilities))
 
 
 def _last_scores(weights: Array, count: Array, scored: Array, score_queries: int) -> Array:

@@ -2,8 +2,8 @@
 
 The bits of a non-negative float order like the float, so the count-th largest score is found by
 bisection, one bit a step. Everything above that threshold is taken, and of the scores equal to it
-the newest. Rows that fit are held in registers; longer ones are read again, from cache, for every
-bit.
+the newest. Rows that fit are held in registers, in up to three pieces (arrays are powers of two);
+longer ones are read again, from cache, for every bit.
 """
 
 import functools
@@ -14,7 +14,8 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-_BLOCK = 8192  # scores held in registers for the bisection
+_BLOCK = 32768  # scores held in registers for the bisection
+_PIECE = 8192  # scores read at once where they do not fit
 _STEP = 2048  # scores compacted at once, which takes more registers for each
 _BITS = {2: jnp.int16, 4: jnp.int32}
 
@@ -26,30 +27,39 @@ def ordered_bits(scores: Array) -> Array:
 
 
 def _kernel(
-    scores_ref, candidates_ref, count_ref, out_ref, *, k: int, block: int, step: int, n_bits: int
+    scores_ref,
+    candidates_ref,
+    count_ref,
+    out_ref,
+    *,
+    k: int,
+    pieces: tuple[int, ...],
+    step: int,
+    n_bits: int,
 ):
     row, head, layer = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     size = scores_ref.shape[-1]
     n_candidates, count = jnp.minimum(candidates_ref[row], size), count_ref[row]
 
-    def load(b, block):
+    def load(start, block):
         """Positions of a block and their keys, -1 where they do not compete."""
-        position = b * block + jnp.arange(block)
+        position = start + jnp.arange(block)
         live = position < n_candidates
         scores = plt.load(scores_ref.at[layer, row, head, position], mask=live, other=0)
         return position, jnp.where(live, ordered_bits(scores), -1)
 
-    resident = load(0, block)[1] if block >= size else None
+    starts = [sum(pieces[:i]) for i in range(len(pieces))]
+    resident = [load(start, block)[1] for start, block in zip(starts, pieces, strict=True)]
 
     def number(keep):
         """How many keys satisfy `keep`."""
+        if resident:
+            return sum(keep(keys).astype(jnp.int32).sum() for keys in resident)
 
         def add(b, total):
-            return total + keep(load(b, block)[1]).astype(jnp.int32).sum()
+            return total + keep(load(b * _PIECE, _PIECE)[1]).astype(jnp.int32).sum()
 
-        if resident is not None:
-            return keep(resident).astype(jnp.int32).sum()
-        return lax.fori_loop(0, pl.cdiv(n_candidates, block), add, jnp.int32(0))
+        return lax.fori_loop(0, pl.cdiv(n_candidates, _PIECE), add, jnp.int32(0))
 
     def fix_bit(i, threshold):
         higher = threshold | (1 << (n_bits - 1 - i))
@@ -61,7 +71,7 @@ def _kernel(
 
     def compact(b, carry):
         taken_before, ties_before = carry
-        position, key = load(b, step)
+        position, key = load(b * step, step)
         tie = key == threshold
         ties = ties_before + jnp.cumsum(tie.astype(jnp.int32))
         take = (key > threshold) | (tie & (ties > older))
@@ -78,6 +88,18 @@ def _kernel(
     plt.store(out_ref.at[layer, row, head, index], jnp.zeros_like(rest), mask=dead)
 
 
+def resident_pieces(size: int) -> tuple[int, ...]:
+    """Powers of two that hold `size` scores: two exact ones at most, and one for the rest."""
+    pieces: list[int] = []
+    while sum(pieces) < size:
+        rest = size - sum(pieces)
+        piece = pl.next_power_of_2(rest)
+        if piece > rest and len(pieces) < 2:
+            piece //= 2
+        pieces.append(max(piece, 16))
+    return tuple(pieces)
+
+
 @functools.partial(jax.jit, static_argnames=("k", "interpret", "block"))
 def select_positions(
     scores: Array,
@@ -89,13 +111,14 @@ def select_positions(
     block: int = _BLOCK,
 ) -> Array:
     n_layers, n_rows, n_heads, size = scores.shape
-    block = min(block, pl.next_power_of_2(size))
+    pieces = resident_pieces(size) if size <= block else ()
+    largest = max(pieces, default=_PIECE)
     n_bits = 8 * scores.dtype.itemsize - 1
     return pl.pallas_call(
-        functools.partial(_kernel, k=k, block=block, step=min(block, _STEP), n_bits=n_bits),
+        functools.partial(_kernel, k=k, pieces=pieces, step=min(largest, _STEP), n_bits=n_bits),
         out_shape=jax.ShapeDtypeStruct((n_layers, n_rows, n_heads, k), jnp.int32),
         grid=(n_rows, n_heads, n_layers),
         name="select_positions",
-        compiler_params=plt.CompilerParams(num_warps=8 if block > 2048 else 4, num_stages=2),
+        compiler_params=plt.CompilerParams(num_warps=max(4, largest // 1024), num_stages=2),
         interpret=interpret,
     )(scores, candidates, count)

@@ -6,15 +6,15 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 
-from pallas_kernels import DraftRows
+from pallas_kernels import AttentionScores, DraftRows
 
 
 class Verified(NamedTuple):
     """The rows that got exact scores in a step: verify rows, then prefills. E rows, Q = k + 1.
 
     row: [E] int32 batch row; the trash row where there is nothing to learn.
-    scores: [layers, E, kv_heads, Q, context] probabilities that each query gave each position,
-      mean over the query heads of a group; zero for queries that do not exist.
+    scores: the probabilities that each query gave each position, in every layer, as attention
+      left them. Those of queries that do not exist may be anything.
     queries: [E] int32 queries that exist, from the front.
     committed: [E] int32 of those, the ones whose tokens are final: the accepted drafts and the
       token before them, or a prompt's. The rest are queries of rejected drafts.
@@ -23,7 +23,7 @@ class Verified(NamedTuple):
     """
 
     row: jax.Array
-    scores: jax.Array
+    scores: AttentionScores
     queries: jax.Array
     committed: jax.Array
     start: jax.Array

@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import DraftRows, select_positions
+from pallas_kernels import CodedScores, DraftRows, rank_positions, select_positions
 from sparsespec_jax.config import Implementation, SpeculationConfig
 from sparsespec_jax.drafters.base import Verified
-from sparsespec_jax.drafters.score_rules import SCORE_RULES
+from sparsespec_jax.drafters.score_rules import SCORE_RULES, SHIFT_AGES
 from sparsespec_jax.models.config import ModelConfig
 
 
@@ -47,6 +47,7 @@ class PillarDrafter:
         self.max_recent = 2 * speculation.k + 1
         self._budgets = np.array([speculation.budget(n) for n in range(max_context + 1)], np.int32)
         self._shape = (model.num_layers, model.num_kv_heads, speculation.budget(max_context))
+        self._group = model.num_heads // model.num_kv_heads
         self._rule = SCORE_RULES[speculation.score_rule]
         self._implementation = implementation
 
@@ -62,7 +63,7 @@ class PillarDrafter:
         return DraftRows(row, position, state.selected, state.count, state.recent_start)
 
     def update(self, state: PillarState, verified: Verified) -> PillarState:
-        ranking = self._rule(verified)
+        ranking = self._ranking(verified)
         context, width = ranking.shape[-1], min(self._shape[2], ranking.shape[-1])
         start = jnp.minimum(verified.start, context)
         count = self._selected_count(verified, start, width)
@@ -74,6 +75,28 @@ class PillarDrafter:
             selected=state.selected.at[:, row, :, :width].set(selected),
             count=state.count.at[row].set(count),
             recent_start=state.recent_start.at[row].set(verified.start),
+        )
+
+    def _ranking(self, verified: Verified) -> jax.Array:
+        """[layers, E, kv_heads, context], the larger the better; 0 from `verified.start` on, where
+        all is attended to anyway."""
+        scores = verified.scores
+        if isinstance(scores, CodedScores):
+            context = scores.codes.shape[-1]
+        else:
+            context = scores.probabilities.shape[-1]
+        weights = self._rule(verified.queries, verified.committed, self.k + 1)
+        return rank_positions(
+            scores,
+            jnp.minimum(verified.start, context),
+            weights.here,
+            weights.ahead,
+            verified.committed,
+            group=self._group,
+            drafts=self.k,
+            context=context,
+            ages=SHIFT_AGES,
+            implementation=self._implementation,
         )
 
     def _selected_count(self, verified: Verified, candidates: jax.Array, width: int) -> jax.Array:

@@ -1,29 +1,44 @@
-"""Rules that turn the scores of a verification's queries into one ranking of the positions.
+"""Rules by which the scores of a verification's queries become one ranking of the positions.
 
-A rule sees every query's probabilities apart, and runs after acceptance is known.
+A rule weighs the queries, once acceptance is known: `here` for where a query attended, `ahead` for
+where it would have attended had it moved on with the text. `pallas_kernels.rank_positions` does the
+sums.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from sparsespec_jax.drafters.base import Verified
-
-Rule = Callable[[Verified], jax.Array]
-
 AGE_DECAY, SHIFT_DECAY, SHIFT_WEIGHT = 0.8, 0.5, 0.5  # a flat optimum: see `shifted`
+SHIFT_AGES = 2  # queries that may have weight ahead: the newest committed ones
 
 
-def paper(verified: Verified) -> jax.Array:
+class Weights(NamedTuple):
+    """Weights of the Q scored queries of E rows, 0 for those that do not exist.
+
+    here: [E, Q] float32.
+    ahead: [E, Q] float32, 0 but for the SHIFT_AGES newest committed queries; or None.
+    """
+
+    here: jax.Array
+    ahead: jax.Array | None
+
+
+# A rule gets the numbers of a row's queries that exist and of those that are committed, from the
+# front, both [E] int32, and Q.
+Rule = Callable[[jax.Array, jax.Array, int], Weights]
+
+
+def paper(queries: jax.Array, committed: jax.Array, n: int) -> Weights:
     """SparseSpec's rule: the plain mean over all queries, those of rejected drafts included."""
-    n = verified.scores.shape[3]
-    return _weighted_sum(_shares(jnp.arange(n) < verified.queries[:, None]), verified.scores)
+    return Weights(_shares(jnp.arange(n) < queries[:, None]), None)
 
 
-def shifted(verified: Verified) -> jax.Array:
+def shifted(queries: jax.Array, committed: jax.Array, n: int) -> Weights:
     """Newer queries count more, and attention is expected to move on as the text does.
 
     More than half of the attention that a list misses lies 1 to k positions after a selected one:
@@ -31,36 +46,16 @@ def shifted(verified: Verified) -> jax.Array:
     that the query of the j-th draft attends where it did, moved by r + 1 + j positions. With P_r
     the probabilities of the committed query of age r, R those of the rejected drafts' queries:
 
-        score[n] = sum_r .8^r P_r[n] + .5 mean_j sum_r .5^r P_r[n - 1 - r - j] + mean R[n]
+        score[p] = sum_r .8^r P_r[p] + .5 mean_j sum_r<2 .5^r P_r[p - 1 - r - j] + mean R[p]
 
     where both sums over r are divided by the sum of their weights.
     """
-    scores = verified.scores
-    n, context = scores.shape[3:]
     query = jnp.arange(n)
-    age = verified.committed[:, None] - 1 - query
-    committed, rejected = age >= 0, (age < 0) & (query < verified.queries[:, None])
-    here = _shares(jnp.where(committed, AGE_DECAY**age, 0.0)) + _shares(rejected)
-    ahead = SHIFT_WEIGHT * _shares(jnp.where(committed, SHIFT_DECAY**age, 0.0))
-
-    # All queries moved to the place of the first, then on by 0 to k - 1 drafts. Entry n + m of
-    # these is position m of the first query. Barriers, or every entry would sum (k + 1) * k.
-    padded = jnp.pad(scores, [(0, 0)] * 4 + [(n, n)])
-    size, drafts = context + n, n - 1
-    aligned = sum(ahead[:, i, None, None] * padded[..., i, i : i + size] for i in range(n))
-    aligned = jnp.pad(jax.lax.optimization_barrier(aligned), [(0, 0)] * 3 + [(drafts - 1, 0)])
-    moved = sum(aligned[..., j : j + size] for j in range(drafts)) / drafts
-    moved = jax.lax.optimization_barrier(moved)
-    at = jnp.arange(context) - verified.committed[:, None] + n
-    return _weighted_sum(here, scores) + jnp.take_along_axis(moved, at[None, :, None], axis=-1)
-
-
-def _weighted_sum(weights: jax.Array, scores: jax.Array) -> jax.Array:
-    """Sum over the queries of scores [layers, E, kv_heads, Q, context] by weights [E, Q].
-
-    In float32, and added up by hand: XLA's CPU backend is slow to reduce an axis in the middle.
-    """
-    return sum(weights[:, i, None, None] * scores[..., i, :] for i in range(weights.shape[1]))
+    age = committed[:, None] - 1 - query
+    final, rejected = age >= 0, (age < 0) & (query < queries[:, None])
+    here = _shares(jnp.where(final, AGE_DECAY**age, 0.0)) + _shares(rejected)
+    ahead = _shares(jnp.where(final & (age < SHIFT_AGES), SHIFT_DECAY**age, 0.0))
+    return Weights(here, SHIFT_WEIGHT * ahead)
 
 
 def _shares(weights: jax.Array) -> jax.Array:

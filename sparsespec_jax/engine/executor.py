@@ -17,7 +17,7 @@ from sparsespec_jax.engine.buckets import Buckets
 from sparsespec_jax.engine.plan import Bucket
 from sparsespec_jax.engine.state import DecodeState, initial_state
 from sparsespec_jax.engine.step import Step
-from sparsespec_jax.kv.pool import make_pools
+from sparsespec_jax.kv.pool import Pools, make_pools
 from sparsespec_jax.models.config import ModelConfig
 from sparsespec_jax.models.parameters import Params
 from sparsespec_jax.parallel.sharding import Placement
@@ -81,6 +81,10 @@ class Executor:
             hidden = jnp.zeros((rows, k, self._model.hidden_size), self.dtype)
         drafter = self._drafter.init_state(rows)
         return initial_state(self._config.max_batch, self._buckets.width, drafter, hidden)
+
+    def transform(self, change: Callable[[Pools, DecodeState], tuple[Pools, DecodeState]]) -> None:
+        """Go on from what `change` makes of pools and state: for runs that start in the middle."""
+        self._pools, self._state = change(self._pools, self._state)
 
     def dispatch(self, bucket: Bucket, packed: np.ndarray) -> jax.Array:
         """Enqueue a step and return its packed result, whose copy to the host is under way."""

@@ -7,12 +7,20 @@ order: XLA keeps a donated pool in place only if it is written before it is read
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import CausalRows, append_kv, fused_attention
+from pallas_kernels import (
+    AttentionScores,
+    CausalRows,
+    add_norm,
+    append_kv,
+    draft_slots,
+    fused_attention,
+)
 from sparsespec_jax.config import Implementation, Verification
 from sparsespec_jax.drafters.base import Drafter, Verified
 from sparsespec_jax.engine.emission import Emission
@@ -100,14 +108,15 @@ class Step:
 
     def _forward(
         self, params: Params, pools: Pools, state: DecodeState, plan: Plan, queries: Queries
-    ) -> tuple[jax.Array, Pools, jax.Array | None]:
+    ) -> tuple[jax.Array, Pools, AttentionScores | None]:
         """Hidden states [T, hidden], the pools, and scores of all layers for the drafter."""
         model, bucket, n_drafts = self.model, self.layout.bucket, self.layout.bucket.drafts
         drafts = None
         if n_drafts:
-            drafts = self.drafter.draft_rows(
+            rows = self.drafter.draft_rows(
                 state.drafter, plan.drafts[:, 0], queries.position[:n_drafts]
             )
+            drafts = draft_slots(rows, state.page_table, max_recent=self.drafter.max_recent)
         verify = prefill = scored = None
         score_queries = self.layout.n_queries if self.drafter.k else 0
         if bucket.verifies:
@@ -124,16 +133,26 @@ class Step:
 
         x = decoder.embed(params, queries.token)
         cos, sin = rope_tables(queries.position, model.rope, model.head_dim)
-        new_pools, scores = [], []
+        norm = functools.partial(
+            add_norm, eps=model.rms_norm_eps, implementation=self.implementation
+        )
+        delta, new_pools, scores = None, [], None
         for index, (layer, (k_pool, v_pool)) in enumerate(
             zip(params["layers"], pools, strict=True)
         ):
-            q, k, v = decoder.attention_inputs(layer, x, cos, sin, model)
-            k_pool, v_pool = append_kv(
-                k_pool, v_pool, k, v, queries.slot, implementation=self.implementation
+            x, normed = norm(x, delta, layer["attention_norm"])
+            q, k_pool, v_pool = append_kv(
+                k_pool,
+                v_pool,
+                decoder.project_qkv(layer, normed),
+                queries.slot,
+                cos,
+                sin,
+                **decoder.head_params(layer, model),
+                implementation=self.implementation,
             )
             new_pools.append((k_pool, v_pool))
-            attended, layer_scores = fused_attention(
+            attended, scores = fused_attention(
                 q,
                 k_pool,
                 v_pool,
@@ -146,15 +165,16 @@ class Step:
                 chunk=self.layout.chunk,
                 score_queries=score_queries,
                 scored=scored,
+                scores=scores,
+                n_layers=model.num_layers,
                 scale=model.head_dim**-0.5,
-                max_recent=self.drafter.max_recent,
                 context=bucket.context,
                 implementation=self.implementation,
             )
-            scores.append(layer_scores)
-            x = x + decoder.attention_output(layer, attended, model)
-            x = x + decoder.mlp(layer, x, model)
-        return x, tuple(new_pools), jnp.stack(scores) if score_queries else None
+            delta = decoder.attention_output(layer, attended, model)
+            x, normed = norm(x, delta, layer["mlp_norm"])
+            delta = decoder.mlp(layer, normed)
+        return x + delta, tuple(new_pools), scores
 
     def _sample_rows(self, plan: Plan, queries: Queries) -> tuple[jax.Array, jax.Array, jax.Array]:
         """The S queries that need logits: drafts, verify queries, the last token of each chunk.
@@ -195,7 +215,7 @@ class Step:
         queries: Queries,
         old_length: jax.Array,
         length: jax.Array,
-        scores: jax.Array,
+        scores: AttentionScores,
         accepted: jax.Array,
     ) -> Verified:
         """What the drafter learns from: verify rows, and prefills that end in this step."""

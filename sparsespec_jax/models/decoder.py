@@ -1,21 +1,26 @@
 """The decoder: its layer arithmetic as functions on raw arrays, and the flax module around them.
 
-The engine's step calls the functions with its own paged attention between `attention_inputs` and
-`attention_output`. `Decoder` runs the same functions with ordinary causal attention: for training,
-rescoring and parity tests.
+A layer is two branches; each takes the norm of the residual stream and returns what to add to it.
+The engine's step calls the branches with its own kernels: `add_norm` before each, and between
+`project_qkv` and `attention_output` `append_kv` and paged attention. `Decoder` runs the same
+functions with `attention_inputs` and ordinary causal attention: for training, rescoring and parity
+tests.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+import functools
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from pallas_kernels import add_norm
+from pallas_kernels.append_kv.reference import rms_norm, rotate
 from sparsespec_jax.models.config import ModelConfig
 from sparsespec_jax.models.parameters import Params, init_params
-from sparsespec_jax.models.rope import apply_rope, rope_tables
+from sparsespec_jax.models.rope import rope_tables
 
 
 def embed(params: Params, tokens: jax.Array) -> jax.Array:
@@ -23,21 +28,29 @@ def embed(params: Params, tokens: jax.Array) -> jax.Array:
     return params["embedding"][tokens]
 
 
+def project_qkv(layer: Params, normed: jax.Array) -> jax.Array:
+    """Queries, keys and values [..., kv_heads, group + 2, head_dim] of normed states [..., hidden].
+
+    Bias, head norms and rotation are still to come: see `head_params`.
+    """
+    return _matmul(normed, layer["qkv"], 1)
+
+
+def head_params(layer: Params, config: ModelConfig) -> dict[str, Any]:
+    """What `append_kv` and `rotate` take besides the projection: None where a model has none."""
+    return {
+        "bias": layer["qkv_bias"] if config.qkv_bias else None,
+        "q_norm": layer["q_norm"] if config.qk_norm else None,
+        "k_norm": layer["k_norm"] if config.qk_norm else None,
+        "eps": config.rms_norm_eps,
+    }
+
+
 def attention_inputs(
-    layer: Params, x: jax.Array, cos: jax.Array, sin: jax.Array, config: ModelConfig
+    layer: Params, normed: jax.Array, cos: jax.Array, sin: jax.Array, config: ModelConfig
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Rotated queries [..., heads, head_dim] and keys, and values, [..., kv_heads, head_dim]."""
-    x = rms_norm(x, layer["attention_norm"], config.rms_norm_eps)
-    qkv = _matmul(x, layer["qkv"], 1)
-    if config.qkv_bias:
-        qkv = qkv + layer["qkv_bias"]
-    group = config.group
-    q, k, v = qkv[..., :group, :], qkv[..., group, :], qkv[..., group + 1, :]
-    q = q.reshape(*x.shape[:-1], config.num_heads, config.head_dim)
-    if config.qk_norm:
-        q = rms_norm(q, layer["q_norm"], config.rms_norm_eps)
-        k = rms_norm(k, layer["k_norm"], config.rms_norm_eps)
-    return apply_rope(q, cos, sin), apply_rope(k, cos, sin), v
+    return rotate(project_qkv(layer, normed), cos, sin, **head_params(layer, config))
 
 
 def attention_output(layer: Params, attended: jax.Array, config: ModelConfig) -> jax.Array:
@@ -46,10 +59,9 @@ def attention_output(layer: Params, attended: jax.Array, config: ModelConfig) ->
     return _matmul(attended.reshape(shape), layer["out"], 3)
 
 
-def mlp(layer: Params, x: jax.Array, config: ModelConfig) -> jax.Array:
-    """SwiGLU feed-forward of the normed input, [..., hidden] to [..., hidden]."""
-    x = rms_norm(x, layer["mlp_norm"], config.rms_norm_eps)
-    gate_up = _matmul(x, layer["gate_up"], 1)
+def mlp(layer: Params, normed: jax.Array) -> jax.Array:
+    """SwiGLU feed-forward of normed states, [..., hidden] to [..., hidden]."""
+    gate_up = _matmul(normed, layer["gate_up"], 1)
     return _matmul(jax.nn.silu(gate_up[..., 0, :]) * gate_up[..., 1, :], layer["down"], 1)
 
 
@@ -67,13 +79,6 @@ def lm_logits(params: Params, x: jax.Array) -> jax.Array:
         precision=_precision(x),
         preferred_element_type=jnp.float32,
     )
-
-
-def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
-    """Root-mean-square norm (Zhang & Sennrich, 2019), computed in float32."""
-    wide = x.astype(jnp.float32)
-    wide = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
-    return wide.astype(x.dtype) * scale
 
 
 def _matmul(x: jax.Array, weight: jax.Array, contracted: int) -> jax.Array:
@@ -135,15 +140,17 @@ def forward(
 ) -> jax.Array:
     """`Decoder.__call__` on raw parameters."""
     cos, sin = rope_tables(jnp.arange(tokens.shape[-1])[None], config.rope, config.head_dim)
+    norm = functools.partial(add_norm, eps=config.rms_norm_eps, implementation="xla")
 
     def block(layer: Params, x: jax.Array) -> jax.Array:
-        q, k, v = attention_inputs(layer, x, cos, sin, config)
+        x, normed = norm(x, None, layer["attention_norm"])
+        q, k, v = attention_inputs(layer, normed, cos, sin, config)
         with jax.default_matmul_precision("highest" if x.dtype == jnp.float32 else None):
             attended = jax.nn.dot_product_attention(
                 q, k, v, is_causal=True, implementation=attention
             )
-        x = x + attention_output(layer, attended, config)
-        return x + mlp(layer, x, config)
+        x, normed = norm(x, attention_output(layer, attended, config), layer["mlp_norm"])
+        return x + mlp(layer, normed)
 
     if remat:
         block = jax.checkpoint(block)

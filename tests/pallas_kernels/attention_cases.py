@@ -6,7 +6,14 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import CausalRows, DraftRows
+from pallas_kernels.fused_attention import (
+    AttentionScores,
+    CausalRows,
+    CodedScores,
+    DraftRows,
+    draft_slots,
+)
+from pallas_kernels.fused_attention.scores import dense
 
 
 @dataclass(frozen=True)
@@ -34,6 +41,15 @@ class Step:
     arrays: dict[str, Any]
     statics: dict[str, Any]
     shape: Shape
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Of `fused_attention`."""
+        drafts = self.arrays["drafts"]
+        if drafts is not None:
+            page_table = self.arrays["page_table"]
+            drafts = draft_slots(drafts, page_table, max_recent=self.shape.max_recent)
+        return self.arrays | self.statics | {"drafts": drafts}
 
     def cast(self, dtype) -> "Step":
         arrays = {
@@ -120,10 +136,31 @@ def random_step(shape: Shape, rng: np.random.Generator, *, kind: str = "mixed") 
         "chunk": s.chunk,
         "score_queries": s.score_queries,
         "scale": 1.3 * s.head_dim**-0.5,
-        "max_recent": s.max_recent,
         "context": s.context,
+        "n_layers": s.layer + 1,
     }
     return Step(arrays, statics, s)
+
+
+def probabilities(step: Step, scores: AttentionScores | None) -> np.ndarray | None:
+    """The layer's scores [R, Hkv, Q, C] of the queries and positions that exist, else 0."""
+    if scores is None:
+        return None
+    s, rows = step.shape, []
+    if s.n_verify:
+        rows += list(zip(step.arrays["verify"].start, step.arrays["verify"].count, strict=True))
+    for r in () if step.arrays["scored"] is None else step.arrays["scored"]:
+        start, count = (int(x[r]) if r >= 0 else 0 for x in step.arrays["prefill"][1:])
+        first = max(count - s.score_queries, 0)
+        rows.append((start + first, count - first))
+    start, count = np.array(rows, int).reshape(-1, 2).T
+    if isinstance(scores, CodedScores):
+        scores = dense(scores, jnp.asarray(start + count), s.group)
+    query = np.arange(s.score_queries)
+    seen = np.arange(s.context) <= (start[:, None] + query)[..., None]
+    exists = seen & (query < count[:, None])[..., None]
+    found = np.asarray(scores.probabilities[s.layer], np.float64)[..., : s.context]
+    return np.where(exists[:, None], found, 0)
 
 
 def oracle(step: Step) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:

@@ -9,6 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pallas_kernels import CodedScores, DenseScores
+from pallas_kernels.fused_attention.scores import dense, encode
 from sparsespec_jax.config import SpeculationConfig
 from sparsespec_jax.drafters import make_drafter
 from sparsespec_jax.drafters.base import Verified
@@ -37,7 +39,7 @@ def make_verified(model, row, *, length, emitted, queries=K + 1, context=CONTEXT
     scores *= (seen & (query < queries[:, None, None]))[None, :, None]
     return Verified(
         row=jnp.asarray(row, jnp.int32),
-        scores=jnp.asarray(scores, jnp.float32),
+        scores=DenseScores(jnp.asarray(scores, jnp.float32)),
         queries=jnp.asarray(queries),
         committed=jnp.asarray(np.maximum(emitted, 1)),
         start=jnp.asarray(start),
@@ -72,7 +74,7 @@ def test_the_lists_are_the_best_positions_by_the_papers_rule(tiny_model, update,
     count = max(0, min(max(8, int(np.ceil(0.25 * cached))) - emitted, start))
     assert after.count[1] == count
     assert after.recent_start[1] == start
-    ranking = np.asarray(verified.scores, np.float64).mean(axis=3)[:, 0]
+    ranking = np.asarray(verified.scores.probabilities, np.float64).mean(axis=3)[:, 0]
     got = chosen(after, 1)
     for layer, head in np.ndindex(got.shape[:2]):
         best = np.argsort(-ranking[layer, head, :start], kind="stable")[:count]
@@ -159,10 +161,36 @@ def test_a_done_row_keeps_a_valid_list(tiny_model, update):
     assert chosen(after, 0).max() < after.recent_start[0] == 39
 
 
+@pytest.mark.parametrize("score_rule", ["paper", "shifted"])
+def test_coded_scores_choose_the_same_positions(tiny_model, score_rule):
+    """As the GPU kernel leaves them: apart by query head, and padded to whole blocks."""
+    pillar = make_pillar(tiny_model, score_rule=score_rule)
+    verified = make_verified(tiny_model, [0, 2], length=[50, 60], emitted=[1, 4], queries=[3, 5])
+    rng, block = np.random.default_rng(0), 32
+    group = tiny_model.num_heads // tiny_model.num_kv_heads
+    lead = (tiny_model.num_layers, 2, tiny_model.num_kv_heads, (K + 1) * group)
+    coded = CodedScores(
+        encode(jnp.asarray(rng.random((*lead, CONTEXT)) * 100, jnp.float32)),
+        jnp.full((*lead, CONTEXT // block), -7, jnp.float16),
+        jnp.asarray(rng.random(lead), jnp.float32),
+    )
+    states = [
+        pillar.update(pillar.init_state(BATCH + 1), verified._replace(scores=scores))
+        for scores in (coded, dense(coded, jnp.full(2, CONTEXT), group))
+    ]
+    for row in (0, 2):
+        coded_list, dense_list = (chosen(state, row).ravel() for state in states)
+        assert len(coded_list)
+        # Rankings of coded scores are rounded to float16.
+        assert np.isin(coded_list, dense_list).mean() > 0.9
+    assert states[0].selected.shape == states[1].selected.shape
+
+
 def test_equal_scores_go_to_the_newer_position(tiny_model, update):
     run, state = update
     verified = make_verified(tiny_model, [0], length=41, emitted=1)
-    verified = verified._replace(scores=jnp.ones_like(verified.scores))
+    alike = DenseScores(jnp.ones_like(verified.scores.probabilities))
+    verified = verified._replace(scores=alike)
     np.testing.assert_array_equal(chosen(run(state, verified), 0)[0, 0], np.arange(30, 39))
 
 

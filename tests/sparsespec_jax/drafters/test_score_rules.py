@@ -1,4 +1,4 @@
-"""Score rules: from what each query gave each position to one ranking."""
+"""Score rules: how much each query counts in the ranking of the positions."""
 
 from __future__ import annotations
 
@@ -6,26 +6,29 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels import DenseScores, rank_positions
 from sparsespec_jax.config import ScoreRule, SpeculationConfig
-from sparsespec_jax.drafters.base import Verified
-from sparsespec_jax.drafters.score_rules import SCORE_RULES
+from sparsespec_jax.drafters.score_rules import SCORE_RULES, SHIFT_AGES, SHIFT_WEIGHT
 
-LAYERS, ROWS, HEADS, QUERIES, CONTEXT = 2, 3, 2, 4, 10
+LAYERS, HEADS, QUERIES, CONTEXT = 2, 2, 6, 12
 
 
-def make_verified(queries, *, committed=1, dtype=np.float32, seed=0) -> Verified:
-    rng = np.random.default_rng(seed)
-    scores = rng.random((LAYERS, ROWS, HEADS, QUERIES, CONTEXT)).astype(dtype)
-    dead = np.arange(QUERIES) >= np.array(queries)[:, None]
-    scores[:, dead.nonzero()[0], :, dead.nonzero()[1]] = 0
-    return Verified(
-        row=jnp.arange(ROWS),
-        scores=jnp.asarray(scores),
-        queries=jnp.asarray(queries, jnp.int32),
-        committed=jnp.asarray(np.broadcast_to(committed, ROWS), jnp.int32),
-        start=jnp.full(ROWS, 5),
-        length=jnp.full(ROWS, 7),
-    )
+def weights_of(rule, queries, committed):
+    queries, committed = (jnp.asarray(x, jnp.int32) for x in (queries, committed))
+    here, ahead = SCORE_RULES[rule](queries, committed, QUERIES)
+    return np.asarray(here), None if ahead is None else np.asarray(ahead)
+
+
+def ranking_of(rule, probabilities, queries, committed):
+    rows = len(queries)
+    end = jnp.full(rows, CONTEXT, jnp.int32)
+    queries, committed = (jnp.asarray(x, jnp.int32) for x in (queries, committed))
+    here, ahead = SCORE_RULES[rule](queries, committed, QUERIES)
+    scores = DenseScores(jnp.asarray(probabilities, jnp.float32))
+    return rank_positions(
+        scores, end, here, ahead, committed, group=1, drafts=QUERIES - 1, context=CONTEXT,
+        ages=SHIFT_AGES,
+    )  # fmt: skip
 
 
 def test_every_rule_that_can_be_configured_exists():
@@ -34,72 +37,68 @@ def test_every_rule_that_can_be_configured_exists():
 
 
 @pytest.mark.parametrize("rule", SCORE_RULES)
-def test_a_ranking_has_one_non_negative_number_per_layer_row_head_and_position(rule):
-    ranking = SCORE_RULES[rule](make_verified([4, 2, 0]))
-    assert ranking.shape == (LAYERS, ROWS, HEADS, CONTEXT)
-    assert ranking.dtype == jnp.float32
-    assert (ranking >= 0).all()
-    assert jnp.isfinite(ranking).all()
+def test_only_queries_that_exist_count(rule):
+    queries, committed = [6, 6, 4, 4, 1], [6, 2, 4, 1, 1]
+    exists = np.arange(QUERIES) < np.array(queries)[:, None]
+    for weights in weights_of(rule, queries, committed):
+        if weights is not None:
+            assert weights.shape == (5, QUERIES)
+            assert weights.dtype == np.float32
+            assert (weights >= 0).all()
+            assert not weights[~exists].any()
 
 
 @pytest.mark.parametrize("rule", SCORE_RULES)
-def test_a_row_without_queries_ranks_everything_alike(rule):
-    assert not SCORE_RULES[rule](make_verified([4, 2, 0]))[:, 2].any()
+def test_a_row_without_queries_has_no_weights(rule):
+    for weights in weights_of(rule, [0, 3], [0, 1]):
+        assert weights is None or not weights[0].any()
 
 
 def test_the_papers_rule_is_the_mean_over_all_queries_that_exist():
-    verified = make_verified([4, 2, 1])
-    scores = np.asarray(verified.scores, np.float64)
-    for row, queries in enumerate([4, 2, 1]):
-        np.testing.assert_allclose(
-            SCORE_RULES["paper"](verified)[:, row],
-            scores[:, row, :, :queries].mean(axis=2),
-            rtol=1e-6,
-        )
+    for committed in (1, 2):  # those of rejected drafts included
+        here, ahead = weights_of("paper", [6, 4, 2], [committed] * 3)
+        for row, queries in enumerate([6, 4, 2]):
+            np.testing.assert_allclose(here[row, :queries], 1 / queries, rtol=1e-6)
+        assert ahead is None
 
 
-def test_the_papers_rule_counts_the_queries_of_rejected_drafts():
-    rankings = [SCORE_RULES["paper"](make_verified([4, 4, 4], committed=n)) for n in (1, 4)]
-    np.testing.assert_array_equal(*rankings)
+def test_the_shifted_rule_looks_ahead_from_the_newest_committed_queries_only():
+    _, ahead = weights_of("shifted", [6, 6, 3], [6, 2, 3])
+    age = np.array([6, 2, 3])[:, None] - 1 - np.arange(QUERIES)
+    np.testing.assert_array_equal(ahead > 0, (age >= 0) & (age < SHIFT_AGES))
+    np.testing.assert_allclose(ahead.sum(axis=1), SHIFT_WEIGHT, rtol=1e-6)
 
 
-def test_half_precision_scores_are_summed_in_single_precision():
-    verified = make_verified([4, 4, 4], dtype=np.float16)
-    exact = np.asarray(verified.scores, np.float32).mean(axis=3)
-    np.testing.assert_allclose(SCORE_RULES["paper"](verified), exact, rtol=1e-6)
-
-
-@pytest.mark.parametrize("committed", [(1, 1, 1), (4, 2, 1), (3, 1, 1), (2, 2, 1)])
+@pytest.mark.parametrize("committed", [(1, 1, 1), (6, 3, 1), (5, 2, 1), (3, 3, 1)])
 def test_the_shifted_rule_is_its_formula(committed):
-    queries = (4, 2, 1)
-    verified = make_verified(queries, committed=committed)
-    scores = np.asarray(verified.scores, np.float64)
-    expected = np.zeros((LAYERS, ROWS, HEADS, CONTEXT))
-    for row in range(ROWS):
-        final = scores[:, row, :, : committed[row]][:, :, ::-1]  # by age, the newest first
-        rejected = scores[:, row, :, committed[row] : queries[row]]
-        ages = np.arange(committed[row])
-        for age, near, far in zip(ages, _shares(0.8**ages), _shares(0.5**ages), strict=True):
-            expected[:, row] += near * final[:, :, age]
+    queries = (6, 3, 1)
+    p = np.random.default_rng(0).random((LAYERS, len(queries), HEADS, QUERIES, CONTEXT))
+    expected = np.zeros((LAYERS, len(queries), HEADS, CONTEXT))
+    for row in range(len(queries)):
+        final = p[:, row, :, : committed[row]][:, :, ::-1]  # by age, the newest first
+        rejected = p[:, row, :, committed[row] : queries[row]]
+        for age, weight in enumerate(_shares(0.8 ** np.arange(committed[row]))):
+            expected[:, row] += weight * final[:, :, age]
+        for age, weight in enumerate(_shares(0.5 ** np.arange(min(4, committed[row])))):
             for draft in range(QUERIES - 1):
                 moved = age + 1 + draft
                 ahead = np.zeros((LAYERS, HEADS, CONTEXT))
                 ahead[..., moved:] = final[:, :, age, : CONTEXT - moved]
-                expected[:, row] += 0.5 * far * ahead / (QUERIES - 1)
+                expected[:, row] += 0.5 * weight * ahead / (QUERIES - 1)
         if rejected.shape[2]:
             expected[:, row] += rejected.mean(axis=2)
-    np.testing.assert_allclose(SCORE_RULES["shifted"](verified), expected, rtol=1e-5, atol=1e-6)
+    ranking = ranking_of("shifted", p, queries, committed)
+    np.testing.assert_allclose(ranking, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_the_shifted_rule_expects_attention_to_move_on():
     """All weight on one position: the rule ranks it, and those after it, before any other."""
-    verified = make_verified([1, 1, 1])
-    scores = np.zeros(verified.scores.shape, np.float32)
-    scores[..., 0, 4] = 1
-    ranking = SCORE_RULES["shifted"](verified._replace(scores=jnp.asarray(scores)))
-    assert (ranking[..., 4] > ranking[..., 5]).all()
-    assert (ranking[..., 5 : 4 + QUERIES] > 0).all()
-    assert not ranking[..., :4].any()
+    p = np.zeros((1, 1, 1, QUERIES, CONTEXT))
+    p[..., 0, 4] = 1
+    ranking = ranking_of("shifted", p, [1], [1])[0, 0, 0]
+    assert ranking[4] > ranking[5]
+    assert (ranking[5 : 4 + QUERIES] > 0).all()
+    assert not ranking[:4].any()
 
 
 def _shares(weights):

@@ -60,12 +60,16 @@ def lower(bucket: Bucket, speculation: SpeculationConfig) -> str:
 @pytest.mark.parametrize(
     ("bucket", "speculation", "kernels"),
     [
-        (Bucket(128, 15, 0, 8320), SpeculationConfig(), {"draft_attention", "select_positions"}),
+        (
+            Bucket(128, 15, 0, 8320),
+            SpeculationConfig(),
+            {"draft_attention", "rank_positions", "select_positions"},
+        ),
         (Bucket(128, 15, 8, 8320), SpeculationConfig(score_rule="shifted"), {"draft_attention"}),
         (
             Bucket(32, 4, 8, 2176, filters=True, penalties=True, logprobs=5),
             SpeculationConfig(k=7, verification="rejection"),
-            {"draft_attention", "attention_scores"},
+            {"draft_attention", "rank_positions"},
         ),
         (Bucket(0, 128, 0, 8320), SpeculationConfig(method="none"), {"causal_attention"}),
         (Bucket(0, 0, 8, 8320), SpeculationConfig(method="none"), {"causal_attention"}),

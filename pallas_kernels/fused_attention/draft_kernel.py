@@ -1,0 +1,110 @@
+"""Attention of draft rows: one program for each row and KV head walks its list of slots."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+from pallas_kernels.fused_attention.rows import DraftSlots
+from pallas_kernels.fused_attention.tiles import Tile
+from pallas_kernels.fused_attention.triton_parts import (
+    DEAD,
+    LOG2E,
+    Columns,
+    attend,
+    dot,
+    gather,
+    launch,
+    load,
+    store,
+)
+
+
+def draft_kernel(
+    i: Array,
+    h: Array,
+    layer_ref,
+    slots_ref,
+    length_ref,
+    q_ref,
+    k_ref,
+    v_ref,
+    out_ref,
+    *,
+    group: int,
+    head_dim: int,
+    tile: Tile,
+    scale: float,
+    interpret: bool,
+):
+    layer, length = layer_ref[0], length_ref[i]
+    width = slots_ref.shape[-1]
+
+    columns = Columns.of(head_dim)
+    head = jnp.arange(tile.rows)
+    in_group = columns.mask(head < group)
+    q = load(q_ref, i, (h * group + head)[:, None], columns.at, mask=in_group)
+
+    def keys(b, *, masked: bool):
+        at = b * tile.block + jnp.arange(tile.block)
+        entry = plt.load(slots_ref.at[layer, i, h, jnp.minimum(at, width - 1)])
+        slot = jnp.where(entry < 0, ~entry, entry)
+        live = (entry >= 0) & (at < length)
+        products = jnp.where(live[None], dot(q, gather(k_ref, slot, h, columns).T), DEAD)
+        return products, slot
+
+    def run(again):
+        softmax, again = attend(
+            (0, 0, pl.cdiv(length, tile.block)),
+            keys,
+            lambda slot: gather(v_ref, slot, h, columns),
+            again,
+            shape=(tile.rows, columns.at.shape[1]),
+            dtype=v_ref.dtype,
+            factor=scale * LOG2E,
+            interpret=interpret,
+        )
+        out, _ = softmax.result()
+        store(out_ref, i, (h * group + head)[:, None], columns.at, value=out, mask=in_group)
+        return again
+
+    @pl.when(run(jnp.int32(0)) == 1)
+    def _():
+        run(jnp.int32(1))
+
+
+def draft_attention(
+    q: Array,
+    k_pool: Array,
+    v_pool: Array,
+    layer: Array,
+    drafts: DraftSlots,
+    *,
+    scale: float,
+    tile: Tile,
+    interpret: bool,
+) -> Array:
+    """Allocates the output [T, Hq, D] and writes the draft queries, its first."""
+    _, n_heads, head_dim = q.shape
+    n_kv_heads = k_pool.shape[1]
+    kernel = functools.partial(
+        draft_kernel,
+        group=n_heads // n_kv_heads,
+        head_dim=head_dim,
+        tile=tile,
+        scale=scale,
+        interpret=interpret,
+    )
+    [out] = launch(
+        kernel,
+        (layer[None], *drafts, q, k_pool, v_pool),
+        [(jax.ShapeDtypeStruct(q.shape, q.dtype), None)],
+        grid=(drafts.length.shape[0], n_kv_heads),
+        name="draft_attention",
+        tile=tile,
+        interpret=interpret,
+    )
+    return out

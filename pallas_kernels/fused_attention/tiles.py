@@ -1,0 +1,73 @@
+"""Tile shapes of the attention kernels, by compute capability.
+
+Measured on an H200 (`python -m pallas_kernels.bench fused_attention --sweep`); elsewhere they are
+the same as far as shared memory allows, until somebody measures them there.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from pallas_kernels.gpus import Gpu
+
+
+class Tile(NamedTuple):
+    """Queries and keys of a program's inner product, and its launch parameters."""
+
+    rows: int
+    block: int
+    warps: int
+    stages: int
+
+
+class Tiles(NamedTuple):
+    """The tiles of a call, and in how many programs its causal rows are cut."""
+
+    draft: Tile
+    causal: Tile
+    programs: int
+
+
+# Tiles of verify rows by their number of rows, and how many of their programs a multiprocessor
+# holds at once. From Hopper on, 64 rows use its larger matrix instructions: better than 32 even
+# where half of them are padding.
+_CAUSAL = {
+    16: (Tile(16, 64, 2, 3), 4),
+    32: (Tile(32, 64, 4, 5), 2),
+    64: (Tile(64, 32, 4, 5), 3),
+}
+_DRAFT = Tile(16, 16, 1, 5)
+
+
+def lanes(n: int) -> int:
+    """Triton arrays are powers of two, and at least 16 on each side of a product."""
+    return max(16, pl.next_power_of_2(n))
+
+
+def choose_tiles(n_packed: int, group: int, head_dim: int, dtype: jnp.dtype, gpu: Gpu) -> Tiles:
+    """Tiles for causal rows of `n_packed` = queries * group packed queries."""
+    rows = min(64, lanes(n_packed))
+    if rows == 32 and gpu.capability >= (9, 0):
+        rows = 64
+    causal, resident = _CAUSAL[rows]
+    draft = _DRAFT._replace(rows=lanes(group))
+    return Tiles(
+        _fit(draft, head_dim, dtype, gpu),
+        _fit(causal, head_dim, dtype, gpu),
+        gpu.multiprocessors * resident,
+    )
+
+
+def _fit(tile: Tile, head_dim: int, dtype: jnp.dtype, gpu: Gpu) -> Tile:
+    """Adapts a tile tuned for 2-byte heads of 128 to shared memory, where keys, values wait."""
+    if dtype.itemsize > 2:  # exact products run on scalar units and unroll: keep them small
+        return tile._replace(rows=16, block=16, warps=4, stages=2)
+    key_bytes = 2 * lanes(head_dim) * dtype.itemsize
+    query_bytes = tile.rows * lanes(head_dim) * dtype.itemsize
+    while query_bytes + tile.stages * tile.block * key_bytes > gpu.shared_memory:
+        if tile.stages > 2:
+            tile = tile._replace(stages=tile.stages - 1)
+        else:
+            tile = tile._replace(block=tile.block // 2)
+    return tile

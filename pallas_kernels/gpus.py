@@ -1,0 +1,53 @@
+"""The GPU that kernels are shaped for: the one of this process, or the one lowered for."""
+
+import contextlib
+import contextvars
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import jax
+
+
+class Gpu(NamedTuple):
+    capability: tuple[int, int]
+    """Compute capability."""
+    multiprocessors: int
+    shared_memory: int
+    """Bytes of shared memory that one program can have."""
+
+
+GPUS = {
+    "NVIDIA A100-SXM4-80GB": Gpu((8, 0), 108, 163 << 10),
+    "NVIDIA L40S": Gpu((8, 9), 142, 99 << 10),
+    "NVIDIA H100 80GB HBM3": Gpu((9, 0), 132, 227 << 10),
+    "NVIDIA H200": Gpu((9, 0), 132, 227 << 10),
+    "NVIDIA B200": Gpu((10, 0), 148, 227 << 10),
+}
+# What programs of a capability can have, whatever the number of multiprocessors.
+_SHARED_MEMORY = {(8, 0): 163 << 10, (9, 0): 227 << 10, (10, 0): 227 << 10}
+_target: contextvars.ContextVar[Gpu | None] = contextvars.ContextVar("target", default=None)
+
+
+def current() -> Gpu:
+    """The GPU that a kernel traced now will run on; an H200 in a process without any."""
+    target = _target.get()
+    if target is not None:
+        return target
+    if jax.default_backend() != "gpu":
+        return GPUS["NVIDIA H200"]
+    device = jax.devices()[0]
+    if device.device_kind in GPUS:
+        return GPUS[device.device_kind]
+    major, minor = (int(part) for part in device.compute_capability.split("."))
+    shared_memory = _SHARED_MEMORY.get((major, minor), 99 << 10)
+    return Gpu((major, minor), device.core_count, shared_memory)
+
+
+@contextlib.contextmanager
+def target(gpu: Gpu) -> Iterator[None]:
+    """Shapes the kernels traced inside for `gpu`."""
+    token = _target.set(gpu)
+    try:
+        yield
+    finally:
+        _target.reset(token)

@@ -1,0 +1,68 @@
+"""XLA reference of `rank_positions`: the formula, on probabilities in float32.
+
+The oracle, and what CPUs run.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from pallas_kernels.fused_attention.scores import AttentionScores, CodedScores, dense
+
+
+@functools.partial(jax.jit, static_argnames=("group", "drafts", "context", "ages"))
+def rank_positions(
+    scores: AttentionScores,
+    end: Array,
+    here: Array,
+    ahead: Array | None,
+    committed: Array,
+    *,
+    group: int,
+    drafts: int,
+    context: int,
+    ages: int,
+) -> Array:
+    coded = isinstance(scores, CodedScores)
+    if coded:
+        scores = dense(_finite(scores), end, group)
+    scored = jnp.arange(context) < end[:, None, None]
+
+    def weighed(weight: Array, probabilities: Array) -> Array:
+        """[R] times [L, R, Hkv, context]; 0 where there is no weight or no score."""
+        weight = weight[:, None, None]
+        return jnp.where(scored & (weight != 0), weight * probabilities, 0)
+
+    # Added up by hand: XLA's CPU backend is slow to reduce an axis in the middle.
+    probabilities = scores.probabilities[..., :context]
+    ranking = sum(weighed(here[:, i], probabilities[..., i, :]) for i in range(here.shape[1]))
+    if ahead is not None:
+        moved = jnp.zeros_like(ranking)
+        for age in range(min(ages, here.shape[1])):
+            query = jnp.maximum(committed - 1 - age, 0)[:, None]
+            weight = jnp.take_along_axis(ahead, query, axis=1)[:, 0]
+            weight = jnp.where(age < committed, weight, 0)
+            picked = jnp.take_along_axis(probabilities, query[None, :, None, :, None], axis=3)
+            moved += _shift(weighed(weight, picked[..., 0, :]), age + 1)
+        moved = lax.optimization_barrier(moved)  # or every entry would sum ages * drafts others
+        moved = sum(_shift(moved, draft) for draft in range(drafts)) / drafts
+        ranking += jnp.where(scored, moved, 0)
+    return ranking.astype(jnp.float16 if coded else jnp.float32)
+
+
+def _shift(x: Array, by: int) -> Array:
+    """Entry n is what entry n - by was."""
+    by = min(by, x.shape[-1])
+    return jnp.pad(x[..., : x.shape[-1] - by], [(0, 0)] * (x.ndim - 1) + [(by, 0)])
+
+
+def _finite(scores: CodedScores) -> CodedScores:
+    """Without spare layers, and with all factors in [0, 2^8)."""
+    codes, references, lse = scores
+    codes, references = codes[: lse.shape[0]], references[: lse.shape[0]]
+    usable = references.astype(jnp.float32) - lse[..., None] < 8  # not if it is NaN
+    return CodedScores(
+        codes, jnp.where(usable, references, -jnp.inf), jnp.where(jnp.isfinite(lse), lse, 0)
+    )
