@@ -11,15 +11,6 @@ nothing, and no throughput is derived from it.
 from __future__ import annotations
 
 import argparse
-import collections
-import functools
-import gzip
-import itertools
-import json
-import os
-import platform
-import re
-import subprocess
 import threading
 import time
 from pathlib import Path
@@ -28,43 +19,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.models import SHAPES, model_of, random_params
+from benchmarks.profiling import kernel_times
+from benchmarks.report import environment, peak_memory_gib, write
 from sparsespec_jax.config import EngineConfig, SpeculationConfig
 from sparsespec_jax.engine.engine import Engine
-from sparsespec_jax.models.config import ModelConfig
-from sparsespec_jax.models.parameters import describe, map_specs
 from sparsespec_jax.sampling.params import SamplingParams
-
-SHAPES = {
-    "qwen3-8b": dict(vocab_size=151936, hidden_size=4096, intermediate_size=12288, num_layers=36,
-                     num_heads=32, num_kv_heads=8, head_dim=128),
-    "qwen3-1.7b": dict(vocab_size=151936, hidden_size=2048, intermediate_size=6144, num_layers=28,
-                       num_heads=16, num_kv_heads=8, head_dim=128, tie_word_embeddings=True),
-    "tiny": dict(vocab_size=512, hidden_size=64, intermediate_size=128, num_layers=2,
-                 num_heads=4, num_kv_heads=2, head_dim=16),
-}  # fmt: skip
-
-
-def random_params(model: ModelConfig, dtype: jnp.dtype):
-    """Small random weights, made on the device one array at a time."""
-    seeds = itertools.count()
-
-    @functools.partial(jax.jit, static_argnums=0)
-    def make(spec, seed):
-        if spec.fan_in <= 0:
-            return jnp.ones(spec.shape, dtype)
-        return spec.fan_in**-0.5 * jax.random.normal(jax.random.key(seed), spec.shape, dtype)
-
-    return map_specs(lambda spec: make(spec, next(seeds)), describe(model))
 
 
 def measure(args: argparse.Namespace) -> dict:
     width = args.context + args.new_tokens
-    model = ModelConfig(
-        architecture="Qwen3ForCausalLM",
-        max_position_embeddings=width,
-        qk_norm=True,
-        **SHAPES[args.shape],
-    )
+    model = model_of(args.shape, width)
     dtype = jnp.dtype(args.dtype)
     config = EngineConfig(
         max_batch=args.batch,
@@ -113,7 +78,7 @@ def measure(args: argparse.Namespace) -> dict:
     if after.running < args.batch:
         raise RuntimeError("requests finished inside the window: raise --new-tokens")
     kernels = profile(engine, args.profile) if args.profile else None
-    memory = jax.devices()[0].memory_stats() or {}
+    memory = peak_memory_gib()
     engine.close()
     steps = after.dispatch.steps - before.dispatch.steps
     dispatch = after.dispatch.dispatch_seconds - before.dispatch.dispatch_seconds
@@ -129,55 +94,19 @@ def measure(args: argparse.Namespace) -> dict:
         "prefill_seconds": prefill_seconds,
         "compile_seconds": compile_seconds,
         **({"kernels_us": kernels} if kernels else {}),
-        "peak_memory_gib": memory.get("peak_bytes_in_use", 0) / 2**30,
+        "peak_memory_gib": memory,
         **environment(),
     }
 
 
 def profile(engine: Engine, directory: Path) -> dict[str, float]:
-    """Microseconds a step of the 40 costliest kernels, of all of them, and of the wall clock.
-
-    Kernels inside command buffers are not seen one by one, so run it with
-    XLA_FLAGS=--xla_gpu_enable_command_buffer= (which makes the gaps larger than they are).
-    """
+    """`kernel_times` of a third of a second, and as `wall` the time of a step meanwhile."""
     with jax.profiler.trace(str(directory)):
         before, start = engine.stats().dispatch.steps, time.perf_counter()
         time.sleep(0.3)
         steps = engine.stats().dispatch.steps - before
         seconds = time.perf_counter() - start
-    (trace,) = directory.rglob("*.trace.json.gz")
-    events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
-    devices = {
-        event["pid"]
-        for event in events
-        if event.get("name") == "process_name" and "GPU" in event["args"]["name"]
-    }
-    streams = {
-        (event["pid"], event["tid"])
-        for event in events
-        if event.get("name") == "thread_name"
-        and event["pid"] in devices
-        and event["args"]["name"].startswith("Stream")
-    }
-    spent = collections.Counter()
-    for event in events:
-        if event.get("ph") == "X" and (event["pid"], event["tid"]) in streams:
-            spent[re.sub(r"[_.]\d+$", "", event["name"])] += event["dur"] / steps
-    table = {name: round(us, 1) for name, us in spent.most_common(40)}
-    return table | {"total": round(spent.total(), 1), "wall": round(1e6 * seconds / steps, 1)}
-
-
-def environment() -> dict:
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    ).stdout.strip()
-    return {
-        "device": jax.devices()[0].device_kind,
-        "jax": jax.__version__,
-        "python": platform.python_version(),
-        "xla_flags": os.environ.get("XLA_FLAGS", ""),
-        "commit": commit,
-    }
+    return kernel_times(directory, steps) | {"wall": round(1e6 * seconds / steps, 1)}
 
 
 def main() -> None:
@@ -203,11 +132,7 @@ def main() -> None:
     parser.add_argument("--profile", type=Path, help="also trace kernels, into this directory")
     parser.add_argument("--json", type=Path, help="append the result to this file")
     args = parser.parse_args()
-    row = measure(args)
-    print(json.dumps(row, indent=1))
-    if args.json:
-        with args.json.open("a") as file:
-            file.write(json.dumps(row) + "\n")
+    write(measure(args), args.json)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,41 @@
+"""How a benchmark's result leaves the process: one JSON row that says where it was measured."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+from pathlib import Path
+
+import jax
+
+
+def environment() -> dict:
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"],
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    ).stdout.strip()
+    return {
+        "device": jax.devices()[0].device_kind,
+        "jax": jax.__version__,
+        "python": platform.python_version(),
+        "xla_flags": os.environ.get("XLA_FLAGS", ""),
+        "commit": commit,
+    }
+
+
+def peak_memory_gib() -> float:
+    memory = jax.devices()[0].memory_stats() or {}
+    return memory.get("peak_bytes_in_use", 0) / 2**30
+
+
+def write(row: dict, path: Path | None) -> None:
+    """Print a row, and append it to the file at `path` if there is one."""
+    print(json.dumps(row, indent=1))
+    if path:
+        with path.open("a") as file:
+            file.write(json.dumps(row) + "\n")

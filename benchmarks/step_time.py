@@ -1,0 +1,235 @@
+"""Time of one whole step, at batches whose KV cache would not fit the GPU.
+
+    python -m benchmarks.step_time --shape qwen3-8b --batch 128 --context 8192 --json out.json
+    python -m benchmarks.step_time --shape qwen3-1.7b --batch 64 --context 2048
+
+The step is the engine's own, compiled for the engine's own bucket, but it starts in the middle of a
+made-up run: weights, keys and values are random, every row has `--context` tokens, and the page
+table maps them to random slots of a pool of `--slots`. Rows share slots, at random and in a pool
+much larger than the L2 cache, so that what a step reads comes from memory as it would in a run.
+From there on the steps are a run's: each row drafts k times and verifies, in rotating phases, and
+every window starts over from the same state.
+
+`step_ms` is wall time with two steps in flight, `dispatch_ms` the host's time in one dispatch. The
+floors are those of the `tokens_per_step` that are not padding (`rows_per_step` with it):
+`kv_floor_ms` to read the keys and values that attention needs, `matmul_floor_ms` for the matmuls'
+operations or weights, whichever takes longer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections import deque
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.floors import floors
+from benchmarks.models import SHAPES, model_of, random_params
+from benchmarks.profiling import kernel_times
+from benchmarks.report import environment, peak_memory_gib, write
+from sparsespec_jax.config import EngineConfig, SpeculationConfig
+from sparsespec_jax.engine.buckets import Buckets, Features
+from sparsespec_jax.engine.executor import Executor
+from sparsespec_jax.engine.plan import Bucket, PlanLayout
+from sparsespec_jax.engine.state import DecodeState
+from sparsespec_jax.kv.pool import Pools
+from sparsespec_jax.models.config import ModelConfig
+from sparsespec_jax.parallel.sharding import Placement
+
+IN_FLIGHT = 2
+WARMUP = 8  # steps before a window: the first ones also build the command buffers
+
+
+def measure(args: argparse.Namespace) -> dict:
+    speculation = SpeculationConfig(method=args.method, k=args.k, score_rule=args.score_rule)
+    k = 0 if args.method == "none" else args.k
+    steps = WARMUP + args.steps
+    width = args.context + steps + 2 * k + 2  # a row grows by k + 1 tokens in k + 1 steps at most
+    model, dtype = model_of(args.shape, width), jnp.dtype(args.dtype)
+    config = EngineConfig(
+        max_batch=args.batch, max_context=width, implementation=args.implementation
+    )
+    buckets = Buckets(
+        max_batch=args.batch,
+        max_context=width,
+        k=k,
+        chunk=1,
+        prefill_rows=1,
+        batch_buckets=(args.batch,),
+        context_buckets=(width,),
+    )
+    bucket = step_bucket(buckets, args)
+    plans = cycle_of_plans(buckets.layout(bucket), args.batch, k)
+    executor = Executor(
+        model,
+        random_params(model, dtype),
+        config,
+        speculation,
+        buckets,
+        args.slots,
+        Placement.single_device(),
+    )
+    executor.transform(lambda pools, state: (randomize(pools), state))
+    start = time.perf_counter()
+    executor.compile(bucket)
+    compile_seconds = time.perf_counter() - start
+
+    def start_over() -> None:
+        executor.transform(lambda pools, state: (pools, mid_run(state, model, speculation, args)))
+
+    windows, kernels = [], None
+    for _ in range(args.windows):
+        start_over()
+        windows.append(run(executor, bucket, plans, args.steps))
+    if args.profile:
+        start_over()
+        with jax.profiler.trace(str(args.profile)):
+            run(executor, bucket, plans, args.steps)
+        kernels = kernel_times(args.profile, steps)
+    memory = peak_memory_gib()
+    executor.release()
+    return {
+        "benchmark": "step_time",
+        **{key: value for key, value in vars(args).items() if key not in ("json", "profile")},
+        "bucket": str(bucket),
+        "step_ms": 1e3 * statistics.median(step for step, _ in windows),
+        "dispatch_ms": 1e3 * statistics.median(dispatch for _, dispatch in windows),
+        "step_ms_windows": [round(1e3 * step, 3) for step, _ in windows],
+        **floors(args, model, dtype, speculation, plans, buckets.layout(bucket)),
+        **({"kernels_us": kernels} if kernels else {}),
+        "compile_seconds": compile_seconds,
+        "peak_memory_gib": memory,
+        **environment(),
+    }
+
+
+def step_bucket(buckets: Buckets, args: argparse.Namespace) -> Bucket:
+    """What the engine runs `--batch` decoding rows with, unless the arguments say otherwise."""
+    verifies = buckets.most_verifies(args.batch)
+    bucket = buckets.smallest(
+        args.batch - verifies, verifies, prefill=False, context=buckets.width, features=Features()
+    )
+    given = {"drafts": args.drafts, "verifies": args.verifies}
+    return bucket._replace(**{name: rows for name, rows in given.items() if rows is not None})
+
+
+def cycle_of_plans(layout: PlanLayout, batch: int, k: int) -> list[np.ndarray]:
+    """The plans of k + 1 steps: row r is in phase (r + step) mod (k + 1), verifying in phase k.
+
+    Rows for which the bucket has no room sit the step out.
+    """
+    packed_plans = []
+    for step in range(k + 1):
+        packed, plan = layout.empty()
+        phase = (np.arange(batch) + step) % (k + 1)
+        drafting = np.flatnonzero(phase < k)[: layout.bucket.drafts]
+        plan.drafts[: len(drafting)] = np.stack([drafting, phase[drafting]], axis=1)
+        verifying = np.flatnonzero(phase == k)[: layout.bucket.verifies]
+        plan.verifies[: len(verifying), 0] = verifying
+        plan.verifies[: len(verifying), 1] = k
+        packed_plans.append(packed)
+    return packed_plans
+
+
+def randomize(pools: Pools) -> Pools:
+    """Keys and values between -1 and 1, in place."""
+
+    def fill(pool: jax.Array, seed: jax.Array) -> jax.Array:
+        return pool + jax.random.uniform(jax.random.key(seed), pool.shape, pool.dtype, -1, 1)
+
+    fill = jax.jit(fill, donate_argnums=0, out_shardings=pools[0][0].sharding)
+    return tuple((fill(k, 2 * i), fill(v, 2 * i + 1)) for i, (k, v) in enumerate(pools))
+
+
+def mid_run(
+    state: DecodeState, model: ModelConfig, speculation: SpeculationConfig, args: argparse.Namespace
+) -> DecodeState:
+    """Every row with `--context` tokens, half of its last cycle's drafts accepted."""
+    rows, width = state.tokens.shape
+    live = jnp.arange(rows) < args.batch
+
+    def make(state: DecodeState) -> DecodeState:
+        keys = jax.random.split(jax.random.key(0), 4)
+        sampling = state.sampling._replace(
+            temperature=jnp.full(rows, args.temperature),
+            seed=jax.random.bits(keys[0], (rows, 2), jnp.uint32),
+        )
+        drafter = state.drafter
+        if drafter is not None:
+            recent = 1 + speculation.k // 2
+            start, count = args.context - recent, speculation.budget(args.context) - recent
+            # One position, at random, in each of `count` equal spans: ascending and distinct.
+            place = jnp.arange(drafter.selected.shape[-1])
+            place = place + jax.random.uniform(keys[1], drafter.selected.shape)
+            drafter = drafter._replace(
+                selected=jnp.minimum(place * (start / count), start - 1).astype(jnp.int32),
+                count=jnp.where(live, count, 0),
+                recent_start=jnp.where(live, start, 0),
+            )
+        slots = jax.random.randint(keys[2], (rows, width), 1, args.slots)
+        return state._replace(
+            tokens=jax.random.randint(keys[3], (rows, width), 0, model.vocab_size),
+            page_table=jnp.where(live[:, None], slots, 0),
+            length=jnp.where(live, args.context, 1),
+            max_length=jnp.where(live, width, 1),
+            done=~live,
+            sampling=sampling,
+            drafter=drafter,
+        )
+
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
+    return jax.jit(make, out_shardings=shardings)(state)
+
+
+def run(
+    executor: Executor, bucket: Bucket, plans: list[np.ndarray], steps: int
+) -> tuple[float, float]:
+    """Seconds a step, from one result to another `steps` later, and to dispatch one (median)."""
+    in_flight, dispatches, arrivals = deque(), [], []
+
+    def read() -> None:
+        np.asarray(in_flight.popleft())
+        arrivals.append(time.perf_counter())
+
+    for step in range(WARMUP + steps):
+        start = time.perf_counter()
+        in_flight.append(executor.dispatch(bucket, plans[step % len(plans)]))
+        dispatches.append(time.perf_counter() - start)
+        if len(in_flight) == IN_FLIGHT:
+            read()
+    while in_flight:
+        read()
+    return (arrivals[-1] - arrivals[WARMUP - 1]) / steps, statistics.median(dispatches[WARMUP:])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shape", choices=SHAPES, default="qwen3-8b")
+    parser.add_argument("--method", default="pillar")
+    parser.add_argument("--score-rule", default="shifted")
+    parser.add_argument("--batch", type=int, default=128)
+    parser.add_argument("--context", type=int, default=8192)
+    parser.add_argument("--k", type=int, default=8)
+    parser.add_argument("--drafts", type=int, help="draft rows; default: as the engine would")
+    parser.add_argument("--verifies", type=int, help="verify rows; default: as the engine would")
+    parser.add_argument("--slots", type=int, default=400_000, help="of the KV pool")
+    parser.add_argument("--temperature", type=float, default=0.65)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--implementation", default="auto")
+    parser.add_argument("--steps", type=int, default=50, help="in a window")
+    parser.add_argument("--windows", type=int, default=3)
+    parser.add_argument("--bandwidth", type=float, help="TB/s; default: measured")
+    parser.add_argument("--flops", type=float, help="TFLOP/s; default: measured")
+    parser.add_argument("--profile", type=Path, help="also trace a window, into this directory")
+    parser.add_argument("--json", type=Path, help="append the result to this file")
+    args = parser.parse_args()
+    write(measure(args), args.json)
+
+
+if __name__ == "__main__":
+    main()
