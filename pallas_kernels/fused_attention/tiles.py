@@ -63,6 +63,8 @@ def _fit(tile: Tile, head_dim: int, dtype: jnp.dtype, gpu: Gpu) -> Tile:
     """Adapts a tile tuned for 2-byte heads of 128 to shared memory, where keys, values wait."""
     if dtype.itemsize > 2:  # exact products run on scalar units and unroll: keep them small
         return tile._replace(rows=16, block=16, warps=4, stages=2)
+    if head_dim > 128:  # conversions of wide tiles need shared memory, too
+        tile = tile._replace(stages=min(tile.stages, 3))
     key_bytes = 2 * lanes(head_dim) * dtype.itemsize
     query_bytes = tile.rows * lanes(head_dim) * dtype.itemsize
     while query_bytes + tile.stages * tile.block * key_bytes > gpu.shared_memory:

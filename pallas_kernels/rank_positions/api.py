@@ -18,7 +18,7 @@ def rank_positions(
     group: int,
     drafts: int,
     context: int,
-    ages: int = 4,
+    ages: int = 2,
     implementation: Implementation = "auto",
     interpret: bool | None = None,
 ) -> Array:

@@ -104,7 +104,7 @@ def run(scores, end, here, ahead, committed, tile=None, **arguments):
     """With a tile: that kernel, interpreted."""
     arrays = tuple(x if x is None else jnp.asarray(x) for x in (end, here, ahead, committed))
     if tile is None:
-        return np.asarray(rank_positions(scores, *arrays, **arguments))
+        return np.asarray(rank_positions(scores, *arrays, **({"ages": AGES} | arguments)))
     return np.asarray(
         pallas_triton.rank_positions(
             scores, *arrays, **arguments, ages=AGES, interpret=True, tile=tile

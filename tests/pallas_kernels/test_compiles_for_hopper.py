@@ -1,0 +1,62 @@
+"""Every kernel compiles to machine code of an H200: what no lowering shows is whether shared memory
+suffices, and whether something is copied that should be in place."""
+
+import pytest
+
+from tests.gpu_compiler import compile_for_h200
+
+pytestmark = [pytest.mark.network, pytest.mark.slow]
+
+
+def test_attention_of_every_head_size_and_group():
+    temp = compile_for_h200("""
+import functools
+import jax.numpy as jnp
+import numpy as np
+from attention_cases import Shape, random_step
+from pallas_kernels import fused_attention
+
+result, kernel = {}, {"implementation": "pallas", "interpret": False}
+for n_kv_heads, group, head_dim in [
+    (8, 4, 128), (2, 7, 64), (3, 5, 80), (4, 1, 96), (2, 16, 128), (2, 3, 256)
+]:
+    shape = Shape(
+        n_kv_heads=n_kv_heads, group=group, head_dim=head_dim, context=1000, n_drafts=9,
+        n_selected=50, max_recent=20, n_verify=4, n_queries=9, n_prefill=2, chunk=64,
+        n_scored=2, score_queries=9,
+    )
+    step = random_step(shape, np.random.default_rng(0)).cast(jnp.bfloat16)
+    arrays = {name: step.arguments[name] for name in step.arrays}
+    pool = jax.ShapeDtypeStruct((1 << 20, n_kv_heads, head_dim), jnp.bfloat16)
+    arrays |= {"k_pool": pool, "v_pool": pool}
+    name = f"{n_kv_heads} x {group} x {head_dim}"
+    result[name] = temp_bytes(functools.partial(fused_attention, **step.statics, **kernel), **arrays)
+""")
+    assert len(temp) == 6
+    assert max(temp.values()) < 64 << 20, "the pool, or a part of it, was copied"
+
+
+def test_the_other_ops_at_the_shapes_of_a_large_step():
+    temp = compile_for_h200("""
+import functools
+from pallas_kernels import add_norm, append_kv, rank_positions, select_positions
+from pallas_kernels.shapes import H200
+
+kernel = {"implementation": "pallas", "interpret": False}
+
+def abstract(op, case):
+    return jax.eval_shape(H200[op][case].inputs)
+
+append = functools.partial(append_kv, **kernel)
+scores, *rows = abstract("rank_positions", "shifted")
+rank = functools.partial(rank_positions, group=4, drafts=8, context=8192, **kernel)
+select = functools.partial(select_positions, k=410, **kernel)
+result = {
+    "append_kv": temp_bytes(
+        jax.jit(append, donate_argnames=("k_pool", "v_pool")), **abstract("append_kv", "mixed")
+    ),
+    "rank_positions": temp_bytes(rank, scores, *rows),
+    "select_positions": temp_bytes(select, *abstract("select_positions", "8K")),
+}
+""")
+    assert max(temp.values()) < 1 << 20
