@@ -30,7 +30,8 @@ for n_kv_heads, group, head_dim in [
     pool = jax.ShapeDtypeStruct((1 << 20, n_kv_heads, head_dim), jnp.bfloat16)
     arrays |= {"k_pool": pool, "v_pool": pool}
     name = f"{n_kv_heads} x {group} x {head_dim}"
-    result[name] = temp_bytes(functools.partial(fused_attention, **step.statics, **kernel), **arrays)
+    attend = functools.partial(fused_attention, **step.statics, **kernel)
+    result[name] = temp_bytes(attend, **arrays)
 """)
     assert len(temp) == 6
     assert max(temp.values()) < 64 << 20, "the pool, or a part of it, was copied"
