@@ -208,23 +208,19 @@ class Rank:
     shifted: bool = True
     n_kv_heads: int = 8
     group: int = 4
-    block: int = 32
 
     def bytes(self) -> int:
-        """Codes and their references once, the ranking once."""
-        packed = (self.k + 1) * self.group
-        blocks = self.n_layers * self.n_rows * self.n_kv_heads * -(-self.context // self.block)
-        return blocks * (packed * (self.block + 2) + self.block * 2)
+        """Codes once, the ranking once."""
+        lists = self.n_layers * self.n_rows * self.n_kv_heads
+        return lists * self.context * ((self.k + 1) * self.group + 2)
 
     def inputs(self) -> tuple[Any, ...]:
         """Array arguments of `rank_positions`, half of the drafts accepted."""
         n_queries, rows = self.k + 1, np.ones(self.n_rows)
-        n_blocks = -(-self.context // self.block)
         lead = (self.n_layers, self.n_rows, self.n_kv_heads, n_queries * self.group)
+        size = -(-self.context // 32) * 32
         scores = CodedScores(
-            jax.random.bits(jax.random.key(0), (*lead, n_blocks * self.block), jnp.uint8),
-            jnp.full((*lead, n_blocks), -7, jnp.float16),
-            jnp.zeros(lead),
+            jax.random.bits(jax.random.key(0), (*lead, size), jnp.uint8), jnp.full(lead, 2.0**-7)
         )
         weights = jnp.full((self.n_rows, n_queries), 1 / n_queries)
         ahead = weights if self.shifted else None

@@ -37,7 +37,6 @@ from pallas_kernels.fused_attention.triton_parts import (
 _LEAST_KEYS = 256  # of a share, so that short contexts do not fall to pieces
 _COMBINE = Tile(16, 16, 4, 2)
 _PARTS = 4  # merged at once
-_REFERENCES = 128  # blocks whose references are written at once
 
 
 class Sizes(NamedTuple):
@@ -180,7 +179,7 @@ def causal_kernel(
             return products, slot
 
         unmasked = jnp.clip(work.seen_by_all // tile.block, low, jnp.maximum(low, high))
-        softmax, again = attend(
+        softmax, next_again = attend(
             (low, unmasked, high),
             keys,
             lambda slot: gather(v_ref, slot, h, columns),
@@ -189,6 +188,8 @@ def causal_kernel(
             dtype=v_ref.dtype,
             factor=scale * LOG2E,
             interpret=interpret,
+            # Codes need one reference for all programs that have a part of the row.
+            guess_at=0 if sizes.score_queries else None,
             dump=dump if sizes.score_queries else None,
         )
         out, lse = softmax.result()
@@ -199,8 +200,9 @@ def causal_kernel(
         store(part_lse_ref, u + w, h, to, value=lse, mask=kept)
         if sizes.score_queries:
             part_reference_ref, _ = scores_refs
+            kept &= again == 0
             store(part_reference_ref, u + w, h, to, value=softmax.reference, mask=kept)
-        return jnp.where(again == 1, w, w + 1), again
+        return jnp.where(next_again == 1, w, w + 1), next_again
 
     # A program without a share has no work rows: 0 .. 0.
     begin = jnp.where(first < last, work_of(first), 0)
@@ -223,7 +225,7 @@ def combine_kernel(
     sizes: Sizes,
     rows: int,
 ):
-    """Merges the parts of a work row; writes the references that belong to its codes, too."""
+    """Merges the parts of a work row; writes the factors that belong to its codes, too."""
     offset = t * rows
     work = _WorkRow.of(w, rows, offset, start_ref, count_ref, sizes)
     columns = Columns.of(sizes.head_dim)
@@ -258,23 +260,12 @@ def combine_kernel(
     if not sizes.score_queries:
         return
 
-    part_reference_ref, _, references_ref, lse_ref = refs
-    layer, place = layer_ref[0], _place(place_ref, work.r, sizes)
+    part_reference_ref, _, factor_ref = refs
+    place = _place(place_ref, work.r, sizes)
     scored = in_row & (work.scored < sizes.score_queries * sizes.group) & (place >= 0)
-    store(lse_ref, layer, place, h, work.scored, value=lse, mask=scored)
-
-    def write_references(i, _):
-        b = i * _REFERENCES + lax.broadcasted_iota(jnp.int32, (1, _REFERENCES), 1)
-        mask = scored[:, None] & (b < last - first)
-        u = jnp.minimum(first + b, last - 1) // share
-        source = part_reference_ref.at[u + w, h, jnp.broadcast_to(at_part[:, None], mask.shape)]
-        b = jnp.where(b < last - first, b, references_ref.shape[4])  # past the end: masked
-        value = plt.load(source, mask=mask, other=0)
-        store(references_ref, layer, place, h, work.scored[:, None], b, value=value, mask=mask)
-
-    @pl.when(place >= 0)
-    def _():
-        lax.fori_loop(0, pl.cdiv(last - first, _REFERENCES), write_references, None)
+    reference = plt.load(part_reference_ref.at[begin + w, h, at_part], mask=scored, other=0)
+    value = jnp.exp2(reference - lse)
+    store(factor_ref, layer_ref[0], place, h, work.scored, value=value, mask=scored)
 
 
 def causal_attention(
@@ -327,7 +318,7 @@ def causal_attention(
     dumps = []
     if sizes.score_queries:
         parts.append((per_row, None))  # references
-        dumps = list(zip(scores_shape, scores or (None, None, None), strict=True))
+        dumps = list(zip(scores_shape, scores or (None, None), strict=True))
     done = launch(
         functools.partial(causal_kernel, sizes=sizes, scale=scale, interpret=interpret),
         (layer[None], bounds, *rows, place, q, k_pool, v_pool, page_table),
@@ -364,14 +355,13 @@ def coded_shape(
     n_layers: int, n_rows: int, n_kv_heads: int, n_packed: int, context: int, block: int
 ) -> CodedScores:
     """The arrays that hold the scores of all layers."""
-    n_blocks = pl.cdiv(context, block)
-    lead = (n_rows, n_kv_heads, n_packed)
-    layer_bytes = math.prod(lead) * n_blocks * block
+    lead, layers = (n_rows, n_kv_heads, n_packed), n_layers
+    size = pl.cdiv(context, max(block, 32)) * max(block, 32)
+    layer_bytes = math.prod(lead) * size
     if 2**31 < n_layers * layer_bytes <= 2**32:
         # Pallas addresses arrays up to 4 GiB with signed 32-bit offsets: grow past them.
-        n_layers = 2**32 // layer_bytes + 1
+        layers = 2**32 // layer_bytes + 1
     return CodedScores(
-        jax.ShapeDtypeStruct((n_layers, *lead, n_blocks * block), jnp.uint8),
-        jax.ShapeDtypeStruct((n_layers, *lead, n_blocks), jnp.float16),
+        jax.ShapeDtypeStruct((layers, *lead, size), jnp.uint8),
         jax.ShapeDtypeStruct((n_layers, *lead), jnp.float32),
     )

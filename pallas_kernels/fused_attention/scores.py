@@ -3,7 +3,7 @@
 Two forms of one thing. `DenseScores` is what the XLA reference makes. `CodedScores` is what the
 GPU kernel can write while it attends, in one pass over the keys: the weight of a key relative to
 its query's reference is at hand, and the factor that makes it a probability is known only at the
-end. So weights go out in a byte each, and the factors apart.
+end. So weights go out in a byte each, and a factor for each query apart.
 
 A code is 5 bits of exponent and 3 of mantissa: weights from 2^-15 to 2^17, 6% off at most. A mean
 over heads and queries is off by less, and all that scores do is to rank positions.
@@ -30,24 +30,16 @@ class DenseScores(NamedTuple):
 
 
 class CodedScores(NamedTuple):
-    """R scored rows; P = Q * group packed queries, p = query * group + head; blocks of B positions.
+    """R scored rows; P = Q * group packed queries, p = query * group + head; C positions and more.
 
-    The probability that packed query p gives position n is
-    `decode(codes[.., p, n]) * exp2(references[.., p, n // B] - lse[.., p])`.
+    Packed query p gives position n the probability `decode(codes[.., p, n]) * factor[.., p]`.
     What is stored at positions past a row's last query was never written.
     """
 
     codes: Array
-    """[L, R, Hkv, P, blocks * B] uint8."""
-    references: Array
-    """[L, R, Hkv, P, blocks] float16, integers: the base-2 logit of weight 1."""
-    lse: Array
-    """[L, R, Hkv, P] float32, base-2 log-sum-exp of each query's logits."""
-
-    @property
-    def block(self) -> int:
-        """B, the positions that share a reference."""
-        return self.codes.shape[-1] // self.references.shape[-1]
+    """[L, R, Hkv, P, C or more] uint8; a multiple of 32 positions."""
+    factor: Array
+    """[L, R, Hkv, P] float32."""
 
 
 AttentionScores = DenseScores | CodedScores
@@ -69,10 +61,8 @@ def decode(codes: Array) -> Array:
 
 def dense(scores: CodedScores, end: Array, group: int) -> DenseScores:
     """The decoded probabilities; positions from `end` [R] on are 0."""
-    codes, references, lse = scores
-    *lead, n_packed, size = codes.shape
-    factor = jnp.exp2(references.astype(jnp.float32) - lse[..., None])
-    weights = decode(codes) * jnp.repeat(factor, scores.block, axis=-1)
+    *lead, n_packed, size = scores.codes.shape
+    weights = decode(scores.codes) * scores.factor[..., None]
     live = jnp.arange(size) < end[:, None, None, None]
     weights = jnp.where(live, weights, 0).reshape(*lead, n_packed // group, group, size)
     return DenseScores(weights.mean(axis=-2))

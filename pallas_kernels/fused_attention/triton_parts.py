@@ -16,9 +16,9 @@ from pallas_kernels.fused_attention.tiles import Tile, lanes
 
 LOG2E = math.log2(math.e)
 DEAD = -1e30  # logit of a masked key; finite, so that fully masked rows stay free of NaN
-# Where the reference is the true maximum, weights are 2^headroom at most: codes (`scores.py`) then
-# reach from 2^-22 to 2^10 of it. The sum may grow up to `largest`: float32 and bfloat16 hold far
-# larger numbers than ever come, float16 does not.
+# A weight where the reference is the true maximum is 2^headroom at most: codes (`scores.py`) reach
+# from 2^-19 to 2^13 of it. The sum may grow up to `largest`: float32 and bfloat16 hold far larger
+# numbers than ever come, float16 does not.
 _HEADROOM = {jnp.dtype(jnp.float16): 0}
 _LARGEST = {jnp.dtype(jnp.float16): 2.0**15}
 
@@ -85,13 +85,14 @@ def attend(
     dtype: jnp.dtype,
     factor: float,
     interpret: bool,
+    guess_at: int | None = None,
     dump: Callable[[Array, Array], None] | None = None,
 ) -> tuple["Softmax", Array]:
     """Softmax attention over a range of blocks of keys, without a running maximum.
 
-    The reference of the weights is the maximum over the first block: floats hold weights far above
-    1 as exactly as others, so nothing needs rescaling as larger logits come. Should they come so
-    large that the sum leaves the range, the caller must do it again, with the true maximum.
+    The reference of the weights is the maximum over one block: floats hold weights far above 1 as
+    exactly as others, so nothing needs rescaling as larger logits come. Should they come so large
+    that the sum leaves the range, the caller must do it again, with the true maximum.
 
     Args:
         blocks: the first block, the first that needs masks, one past the last.
@@ -102,6 +103,8 @@ def attend(
         dtype: of the values.
         factor: of the products, makes them base-2 logits.
         interpret: in Pallas' interpreter.
+        guess_at: the block that the reference is taken from; None: the first of the range, at no
+            cost.
         dump: called with each block's number and weights [rows, keys].
 
     Returns:
@@ -110,27 +113,33 @@ def attend(
     low, unmasked, high = blocks
 
     def reference_of(peak):
-        return jnp.ceil(peak * factor) - _HEADROOM.get(dtype, 7)
+        return jnp.ceil(peak * factor) - _HEADROOM.get(dtype, 4)
 
     def peak_of(b, peak):
         return jnp.maximum(peak, keys(b, masked=True)[0].max(1))
 
-    def add(b, carry, *, masked: bool):
-        out, reference, norm = carry
+    start, stop = low, jnp.where(again == 0, low, high)
+    if guess_at is not None:
+        start = jnp.where(again == 0, guess_at, low)
+        stop = jnp.where(again == 0, jnp.minimum(guess_at + 1, high), high)
+    peak = lax.fori_loop(start, stop, peak_of, jnp.full(shape[:1], DEAD, jnp.float32))
+
+    def add(b, softmax, *, masked: bool):
         products, slot = keys(b, masked=masked)
-        reference = lax.cond(
-            (b == low) & (again == 0),
-            lambda: reference_of(products.max(1)),
-            lambda: reference,
-        )
+        reference = softmax.reference
+        if guess_at is None:
+            reference = lax.cond(
+                (b == low) & (again == 0),
+                lambda: reference_of(products.max(1)),
+                lambda: softmax.reference,
+            )
         weights = _exp2(products, factor, reference, interpret=interpret)
         if dump is not None:
             dump(b, weights)
         v = values(slot)
-        return Softmax(out + dot(weights.astype(v.dtype), v), reference, norm + weights.sum(1))
+        out = softmax.out + dot(weights.astype(v.dtype), v)
+        return Softmax(out, reference, softmax.norm + weights.sum(1))
 
-    stop = jnp.where(again == 0, low, high)
-    peak = lax.fori_loop(low, stop, peak_of, jnp.full(shape[:1], DEAD, jnp.float32))
     softmax = Softmax.empty(*shape)._replace(reference=reference_of(peak))
     softmax = lax.fori_loop(low, unmasked, functools.partial(add, masked=False), softmax)
     softmax = lax.fori_loop(unmasked, high, functools.partial(add, masked=True), softmax)

@@ -33,12 +33,12 @@ def rank_positions(
     `committed - q + j` tokens past query q. It reaches back `ages` queries: q counts if
     committed - ages <= q < committed, whatever `ahead` holds for the others. The scores of a query
     without weight may be anything, NaN too. So may those from `end` on, and those of a row that
-    has only queries without weight. The factor exp2(reference - lse) of a coded score counts as 0
-    where it is no number, or beyond 2^8.
+    has only queries without weight. The factor of a coded score counts as 0 where it is no
+    number, or beyond 2^8.
 
     Args:
-        scores: `DenseScores` or `CodedScores` of L layers, R rows, Q queries. (Codes and references
-            may have more layers than the log-sum-exps: the rest is not looked at.)
+        scores: `DenseScores` or `CodedScores` of L layers, R rows, Q queries. (Codes may have
+            more layers than factors: the rest is not looked at.)
         end: [R] int32 <= context; positions from it on have no score, and rank 0.
         here: [R, Q] float32 weights >= 0, 0 for queries that do not exist.
         ahead: like `here`, or None.
@@ -56,8 +56,8 @@ def rank_positions(
     _check_coded(scores, group, context) if coded else _check_dense(scores, context)
     check(drafts >= 1, f"drafts={drafts}, but must be at least 1")
     check(ages >= 1, f"ages={ages}, but must be at least 1")
-    n_rows = (scores.lse if coded else scores.probabilities).shape[1]
-    n_queries = scores.lse.shape[3] // group if coded else scores.probabilities.shape[3]
+    n_rows = (scores.factor if coded else scores.probabilities).shape[1]
+    n_queries = scores.factor.shape[3] // group if coded else scores.probabilities.shape[3]
     for name, value in (("end", end), ("committed", committed)):
         check(
             value.shape == (n_rows,) and value.dtype == jnp.int32,
@@ -89,25 +89,21 @@ def _check_dense(scores: AttentionScores, context: int) -> None:
 
 
 def _check_coded(scores: CodedScores, group: int, context: int) -> None:
-    codes, references, lse = scores
+    codes, factor = scores
     check(
-        codes.ndim == 5 and codes.dtype == jnp.uint8 and codes.shape[4] >= context,
-        f"codes is {codes.dtype}{list(codes.shape)}, but must be uint8[L, R, Hkv, P, blocks * B] "
-        f"with blocks * B >= context={context}",
+        codes.ndim == 5
+        and codes.dtype == jnp.uint8
+        and codes.shape[4] >= context
+        and codes.shape[4] % 32 == 0,
+        f"codes is {codes.dtype}{list(codes.shape)}, but must be uint8[L, R, Hkv, P, C] "
+        f"with C a multiple of 32, at least context={context}",
     )
     check(
-        references.shape[:4] == codes.shape[:4]
-        and references.dtype == jnp.float16
-        and codes.shape[4] % references.shape[4] == 0,
-        f"references is {references.dtype}{list(references.shape)}, but must be "
-        f"float16[L, R, Hkv, P, blocks], for codes of shape {list(codes.shape)}",
-    )
-    check(
-        lse.ndim == 4
-        and lse.dtype == jnp.float32
-        and lse.shape[0] <= codes.shape[0]
-        and lse.shape[1:] == codes.shape[1:4],
-        f"lse is {lse.dtype}{list(lse.shape)}, but must be float32[L, R, Hkv, P], "
+        factor.ndim == 4
+        and factor.dtype == jnp.float32
+        and factor.shape[0] <= codes.shape[0]
+        and factor.shape[1:] == codes.shape[1:4],
+        f"factor is {factor.dtype}{list(factor.shape)}, but must be float32[L, R, Hkv, P], "
         f"for codes of shape {list(codes.shape)}",
     )
     check(

@@ -21,7 +21,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from pallas_kernels.fused_attention.scores import FIRST, SHIFT, CodedScores
+from pallas_kernels.rank_positions.reference import MOST_FACTOR
 
+BLOCK = 32  # positions of a row of the tile
 _UNROLLED = 64  # packed queries; of more, the older ones are added in a loop
 
 
@@ -32,11 +34,9 @@ class Tile(NamedTuple):
     warps: int
 
 
-def default_tile(block: int, ages: int) -> Tile:
-    """16 codes a thread, one wide load; and no more blocks than threads, or the compiler would pass
-    each block's reference through shared memory. Longer tiles repeat fewer of the early blocks."""
-    blocks = 64 if ages else 32
-    return Tile(blocks, blocks * block // 512)
+def default_tile(ages: int) -> Tile:
+    """16 codes a thread, one wide load. Longer tiles repeat fewer of the early blocks."""
+    return Tile(64, 4) if ages else Tile(32, 2)
 
 
 # A code's steps from the first, put where a float32 has exponent and mantissa, are its weight times
@@ -120,11 +120,10 @@ def _kernel(
     tile: Tile,
     interpret: bool,
 ):
-    *ahead_refs, codes_ref, references_ref, lse_ref, out_ref = refs
+    *ahead_refs, codes_ref, factor_ref, out_ref = refs
     u, row, layer = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     head, span = u // n_spans, u % n_spans
-    n_blocks = references_ref.shape[4]
-    size = codes_ref.shape[4] // n_blocks
+    n_blocks, size = codes_ref.shape[4] // BLOCK, BLOCK
     n_queries = here_ref.shape[1]
     end, committed = end_ref[row], committed_ref[row]
 
@@ -151,10 +150,9 @@ def _kernel(
         def add_heads(i, total):
             for p in [query * group + i * heads + j for j in range(heads)]:
                 codes = plt.load(codes_ref.at[layer, row, head, p, position])
-                reference = plt.load(references_ref.at[layer, row, head, p, at])
-                exponent = reference.astype(jnp.float32) - lse_ref[layer, row, head, p]
-                factor = jnp.where(exponent < 8, jnp.exp2(exponent), 0) * weight
-                total = _add(total, codes, factor[:, None], interpret)
+                factor = factor_ref[layer, row, head, p]
+                factor = jnp.where(factor < MOST_FACTOR, factor, 0) * weight
+                total = _add(total, codes, factor, interpret)
             return total
 
         if heads == group:
@@ -221,10 +219,10 @@ def rank_positions(
     interpret: bool,
     tile: Tile | None = None,
 ) -> Array:
-    n_layers, n_rows, n_heads, _ = scores.lse.shape
-    size = scores.block
+    n_layers, n_rows, n_heads, _ = scores.factor.shape
+    size = BLOCK
     ages, early, moving = 0 if ahead is None else min(ages, here.shape[1]), 0, ()
-    tile = tile or default_tile(size, ages)
+    tile = tile or default_tile(ages)
     if ages:
         bands = _bands(ages, drafts, size)
         early, moving = len(bands) - 1, (ahead, jnp.asarray(bands, jnp.bfloat16))

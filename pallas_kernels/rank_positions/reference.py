@@ -11,6 +11,8 @@ from jax import Array, lax
 
 from pallas_kernels.fused_attention.scores import AttentionScores, CodedScores, dense
 
+MOST_FACTOR = 2.0**8  # a larger one is no factor of anything
+
 
 @functools.partial(jax.jit, static_argnames=("group", "drafts", "context", "ages"))
 def rank_positions(
@@ -26,8 +28,10 @@ def rank_positions(
     ages: int,
 ) -> Array:
     coded = isinstance(scores, CodedScores)
-    if coded:
-        scores = dense(_finite(scores), end, group)
+    if coded:  # without spare layers
+        codes, factor = scores
+        usable = factor < MOST_FACTOR  # not if it is no number
+        scores = dense(CodedScores(codes[: len(factor)], jnp.where(usable, factor, 0)), end, group)
     scored = jnp.arange(context) < end[:, None, None]
 
     def weighed(weight: Array, probabilities: Array) -> Array:
@@ -56,13 +60,3 @@ def _shift(x: Array, by: int) -> Array:
     """Entry n is what entry n - by was."""
     by = min(by, x.shape[-1])
     return jnp.pad(x[..., : x.shape[-1] - by], [(0, 0)] * (x.ndim - 1) + [(by, 0)])
-
-
-def _finite(scores: CodedScores) -> CodedScores:
-    """Without spare layers, and with all factors in [0, 2^8)."""
-    codes, references, lse = scores
-    codes, references = codes[: lse.shape[0]], references[: lse.shape[0]]
-    usable = references.astype(jnp.float32) - lse[..., None] < 8  # not if it is NaN
-    return CodedScores(
-        codes, jnp.where(usable, references, -jnp.inf), jnp.where(jnp.isfinite(lse), lse, 0)
-    )

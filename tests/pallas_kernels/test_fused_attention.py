@@ -163,7 +163,7 @@ def test_reference_only_gathers_from_the_pool():
         ({"context": 44}, r"context=44, but must be in 1\.\.43"),
         ({"layer": 2}, r"layer=2, but must be in 0\.\.1"),
         ({"n_layers": 1}, r"layer=1, but must be in 0\.\.0, the n_layers=1 of scores"),
-        ({"scores": CodedScores(0, 0, 0)}, "scores is CodedScores, but this implementation makes"),
+        ({"scores": CodedScores(0, 0)}, "scores is CodedScores, but this implementation makes"),
         ({"score_queries": 3}, "score_queries=3, but with verify rows it must be 0 or n_queries=4"),
         ({"score_queries": 0}, "scored is given, but score_queries is 0"),
         ({"scored": jnp.zeros(2)}, r"scored is float32\[2\]"),
@@ -224,6 +224,25 @@ def test_sliding_window_drafts_see_sinks_and_window(implementation, position):
             np.testing.assert_array_equal(head[head >= 0], table[r, expected])
     out, _ = fused_attention(**(step.arguments | {"drafts": slots}), implementation=implementation)
     assert np.isfinite(np.asarray(out)).all()
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
+def test_logits_far_beyond_those_of_the_first_block(dtype):
+    """Weights refer to one block's maximum; what leaves the range of floats is done again."""
+    shape = Shape(context=300, n_drafts=2, n_selected=60, n_verify=2, n_prefill=0)
+    step = random_step(shape, np.random.default_rng(0))
+    far = np.concatenate(
+        [
+            np.asarray(step.arrays["page_table"])[:, 200:210].ravel(),
+            step.arguments["drafts"].slots[1, :, 0, 40],
+        ]
+    )
+    far = far[far > 0]
+    step.arrays["k_pool"] = step.arrays["k_pool"].at[far].multiply(100)
+    step = step.cast(dtype)
+    out, _ = run(step, "pallas")
+    expected, live, _ = oracle(step)
+    assert_close(out, expected, live, 1e-5 if dtype == jnp.float32 else 1e-2)
 
 
 def test_scores_are_completed_layer_by_layer():

@@ -79,7 +79,7 @@ def test_the_shifted_rule_is_its_formula(committed):
         rejected = p[:, row, :, committed[row] : queries[row]]
         for age, weight in enumerate(_shares(0.8 ** np.arange(committed[row]))):
             expected[:, row] += weight * final[:, :, age]
-        for age, weight in enumerate(_shares(0.5 ** np.arange(min(4, committed[row])))):
+        for age, weight in enumerate(_shares(0.5 ** np.arange(min(SHIFT_AGES, committed[row])))):
             for draft in range(QUERIES - 1):
                 moved = age + 1 + draft
                 ahead = np.zeros((LAYERS, HEADS, CONTEXT))
