@@ -21,6 +21,9 @@ DEAD = -1e30  # logit of a masked key; finite, so that fully masked rows stay fr
 # numbers than ever come, float16 does not.
 _HEADROOM = {jnp.dtype(jnp.float16): 0}
 _LARGEST = {jnp.dtype(jnp.float16): 2.0**15}
+# Of queries that see nothing: far below all logits and far above the masked ones, whose distance to
+# a reference of their own size would be nothing but rounding.
+_LEAST_REFERENCE = -1e18
 
 
 def dot(a: Array, b: Array) -> Array:
@@ -113,7 +116,7 @@ def attend(
     low, unmasked, high = blocks
 
     def reference_of(peak):
-        return jnp.ceil(peak * factor) - _HEADROOM.get(dtype, 4)
+        return jnp.maximum(jnp.ceil(peak * factor) - _HEADROOM.get(dtype, 4), _LEAST_REFERENCE)
 
     def peak_of(b, peak):
         return jnp.maximum(peak, keys(b, masked=True)[0].max(1))

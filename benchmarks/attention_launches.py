@@ -1,0 +1,256 @@
+"""Attention of a mixed step: draft and verify rows in a launch each, or together in one.
+
+    python -m benchmarks.attention_launches --json out.json
+
+The paper fuses both kinds of rows into one launch with a template for each, and reports 1.3x over
+one launch after the other and 1.8x over a naive batch, which runs drafts by the template that suits
+verification. Here, one layer of the mixed step of `pallas_kernels.shapes`, without and with scores:
+- two launches: `fused_attention`, each kernel with the warps and stages that suit it. "Concurrent"
+  leaves it to the GPU to run both at once, which XLA's command buffers do only if told so.
+- one launch: the same kernels as branches of one, the verify rows' programs first. Warps, stages,
+  and the registers and shared memory that decide how many programs a multiprocessor holds are of
+  the launch: drafts get what verify rows need, and blocks of 16 to 64 keys. With "2 per SM" the
+  verify rows are cut in fewer shares, so that there is room for drafts from the start.
+- naive: one launch, in which a draft takes a whole tile of a verify row's k + 1 queries.
+All end with the launch that merges the verify rows' parts.
+
+`ratio` is the time over that of two launches, and `floor_us` the time to read the keys and values
+once. `max_error` is the largest difference from two launches, of the outputs and of the first
+layer's scores; the script fails if one is too large.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import math
+import sys
+import warnings
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from benchmarks.report import environment
+from pallas_kernels import fused_attention, gpus
+from pallas_kernels.bench import read_bandwidth, seconds
+from pallas_kernels.fused_attention import CodedScores, causal_kernel
+from pallas_kernels.fused_attention.draft_kernel import draft_kernel
+from pallas_kernels.fused_attention.scores import dense
+from pallas_kernels.fused_attention.tiles import Tiles, choose_tiles
+from pallas_kernels.fused_attention.triton_parts import launch
+from pallas_kernels.shapes import H200, TINY, Attention
+
+BASELINE = "two launches"
+CONCURRENT = "two launches, concurrent"
+TOLERANCE = {"out": 0.02, "scores": 0.15}  # of the largest; codes are off by 6%
+
+
+@functools.partial(jax.jit, static_argnames=("statics", "tiles", "interpret"))
+def one_launch(
+    q, k_pool, v_pool, page_table, layer, drafts, verify, scores, *, statics, tiles, interpret
+):
+    """`fused_attention` of draft and verify rows; `statics` are items of its static arguments.
+
+    It is `causal_attention`, but for the launches: the first one takes the drafts in as well, and
+    the second one, which merges parts, completes what they wrote.
+    """
+    statics, out = dict(statics), None
+    n, scale = statics["n_queries"], statics["scale"]
+    n_drafts, n_kv_heads = drafts.length.shape[0], k_pool.shape[1]
+    group, head_dim = q.shape[1] // n_kv_heads, q.shape[2]
+    common = {"scale": scale, "interpret": interpret}
+    draft_sizes = {"group": group, "head_dim": head_dim, "tile": tiles.draft}
+    draft = functools.partial(draft_kernel, **draft_sizes, **common)
+
+    def launch_with_drafts(causal, inputs, outputs, *, grid, **options):
+        nonlocal out
+        if out is not None:
+            return launch(
+                causal, inputs, [(outputs[0][0], out), *outputs[1:]], grid=grid, **options
+            )
+        n_causal = math.prod(grid)
+
+        draft_inputs = layer[None], *drafts, q, k_pool, v_pool
+        n_reads, n_draft_reads = len(draft_inputs) + len(inputs), len(draft_inputs)
+
+        def kernel(i, *refs):
+            reads, (out_ref, *writes) = refs[:n_reads], refs[n_reads:]
+
+            def run_causal():
+                causal(i % grid[0], i // grid[0], *reads[n_draft_reads:], *writes)
+
+            def run_draft():
+                row, head = (i - n_causal) % n_drafts, (i - n_causal) // n_drafts
+                draft(row, head, *reads[:n_draft_reads], out_ref)
+
+            lax.cond(i < n_causal, run_causal, run_draft)
+
+        out, *rest = launch(
+            kernel,
+            (*draft_inputs, *inputs),
+            [(jax.ShapeDtypeStruct(q.shape, q.dtype), None), *outputs],
+            grid=(n_causal + n_drafts * n_kv_heads,),
+            **options,
+        )
+        return rest
+
+    shape, n_scored = None, statics["score_queries"]
+    if n_scored:
+        sizes = n_scored * group, statics["context"], tiles.causal.block
+        shape = causal_kernel.coded_shape(statics["n_layers"], len(verify.row), n_kv_heads, *sizes)
+    with mock.patch.object(causal_kernel, "launch", launch_with_drafts):
+        return causal_kernel.causal_attention(
+            q, k_pool, v_pool, page_table, layer, verify, None, None, scores, shape, n=n,
+            first_query=n_drafts, score_queries=n_scored, tile=tiles.causal,
+            programs=tiles.programs, **common,
+        )  # fmt: skip
+
+
+def variants(case: Attention, *, interpret: bool) -> dict[str, Callable[..., Any]]:
+    """What to measure, by name; called like `fused_attention`."""
+    gpu, n_packed, dtype = gpus.current(), case.n_queries * case.group, jnp.dtype(case.dtype)
+    tiles = choose_tiles(n_packed, case.group, case.head_dim, dtype, gpu)
+    if interpret:
+        tiles = tiles._replace(programs=3 * case.n_kv_heads)
+    fewer = min(tiles.programs, 2 * gpu.multiprocessors)
+
+    def joint(tiles: Tiles, **draft: int) -> Callable[..., Any]:
+        how = {"tiles": tiles._replace(draft=tiles.draft._replace(**draft)), "interpret": interpret}
+
+        def attend(*arrays, layer, drafts, verify, scores, prefill, scored, **statics):
+            rows = jnp.int32(layer), drafts, verify, scores
+            return one_launch(*arrays, *rows, statics=tuple(statics.items()), **how)
+
+        return attend
+
+    return {
+        BASELINE: functools.partial(fused_attention, implementation="pallas", interpret=interpret),
+        "one launch, 16 keys": joint(tiles, block=16),
+        "one launch, 32 keys": joint(tiles, block=32),
+        "one launch, 64 keys": joint(tiles, block=64),
+        "one launch, 32 keys, 2 per SM": joint(tiles._replace(programs=fewer), block=32),
+        "naive": joint(tiles, rows=tiles.causal.rows, block=tiles.causal.block),
+    }
+
+
+def layers(attend: Callable[..., Any], n_layers: int, statics: dict[str, Any]) -> Any:
+    """Attention in several layers: as in a model, the queries of one wait for the one before."""
+
+    @jax.jit
+    def run(q, drafts, arrays):
+        pools = [arrays[name] for name in ("k_pool", "v_pool", "page_table")]
+        rows = {"drafts": drafts, "verify": arrays["verify"], "prefill": None}
+        outs, scores = [], None
+        for layer in range(n_layers):
+            of_layer = {"layer": layer, "n_layers": n_layers, "scores": scores}
+            q, scores = attend(q, *pools, **rows, **of_layer, **statics)
+            outs.append(q)
+        return outs, scores
+
+    return run
+
+
+def errors(case: Attention, actual: Any, expected: Any) -> dict[str, tuple[float, float]]:
+    """Largest difference and largest expected value, of all outputs and of the first scores."""
+
+    @jax.jit
+    def values(outs, scores):
+        values = {"out": jnp.stack(outs).astype(jnp.float32)}
+        if case.scores:
+            end = jnp.full(case.n_verify, case.context)
+            first = CodedScores(*(x[:1] for x in scores))
+            values["scores"] = dense(first, end, case.group).probabilities
+        return values
+
+    actual, expected = values(*actual), values(*expected)
+    return {
+        name: (float(jnp.abs(actual[name] - value).max()), float(jnp.abs(value).max()))
+        for name, value in expected.items()
+    }
+
+
+def measure(case: Attention, *, on_gpu: bool, n_layers: int) -> dict[str, dict[str, Any]]:
+    """Seconds a layer and errors of each variant."""
+    arrays, statics = case.inputs()
+    q, drafts = arrays.pop("q"), arrays.pop("drafts")
+    drafts = drafts._replace(slots=jnp.tile(drafts.slots, (n_layers, 1, 1, 1)))
+    attends = variants(case, interpret=not on_gpu)
+    attends[CONCURRENT] = attends[BASELINE]
+    lowered = {
+        name: layers(attend, n_layers, statics).lower(q, drafts, arrays)
+        for name, attend in attends.items()
+    }
+
+    def compile_one(name: str) -> Callable[[], Any]:
+        concurrent = {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
+        options = concurrent if name == CONCURRENT else None
+        return functools.partial(lowered[name].compile(options), q, drafts, arrays)
+
+    with ThreadPoolExecutor() as pool:
+        runs = dict(zip(lowered, pool.map(compile_one, lowered), strict=True))
+    expected = runs[BASELINE]()
+    found = {name: {"error": errors(case, run(), expected)} for name, run in runs.items()}
+    rounds = [  # all of them twice, whatever the clocks do meanwhile
+        {name: seconds(run, repeats=15 if on_gpu else 2) for name, run in runs.items()}
+        for _ in range(2)
+    ]
+    for name, result in found.items():
+        result["seconds"] = min(times[name] for times in rounds) / n_layers
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, help="append the rows to this file")
+    args = parser.parse_args()
+    warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated")
+    on_gpu = jax.default_backend() == "gpu"
+    cases = (H200 if on_gpu else TINY)["fused_attention"]
+    bandwidth = read_bandwidth(1 << 30 if on_gpu else 1 << 22, repeats=15)
+    command = f"python -m benchmarks.attention_launches {' '.join(sys.argv[1:])}".rstrip()
+    measured_on = environment()
+
+    rows, wrong = [], []
+    for case_name in ("mixed", "mixed, scores"):
+        case = cases[case_name]
+        found = measure(case, on_gpu=on_gpu, n_layers=16 if on_gpu else 2)
+        for name, result in found.items():
+            row = {
+                "command": command,
+                "benchmark": "attention_launches",
+                "case": case_name,
+                "variant": name,
+                "time_us": round(1e6 * result["seconds"], 2),
+                "floor_us": round(1e6 * case.bytes() / bandwidth, 2),
+                "ratio": round(result["seconds"] / found[BASELINE]["seconds"], 3),
+                "max_error": {of: error for of, (error, _) in result["error"].items()},
+                **measured_on,
+            }
+            rows.append(row)
+            for of, (error, largest) in result["error"].items():
+                if not error <= TOLERANCE[of] * largest:
+                    wrong.append(f"{case_name}, {name}: {of} off by {error}, largest {largest}")
+    if args.json:
+        with args.json.open("a") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+    print(f"read bandwidth {bandwidth / 1e12:.3f} TB/s")
+    print(f"{'case':14} {'variant':30} {'us':>8} {'floor':>7} {'ratio':>6}  max error")
+    for row in rows:
+        shown = ", ".join(f"{of} {error:.2g}" for of, error in row["max_error"].items())
+        print(
+            f"{row['case']:14} {row['variant']:30} {row['time_us']:8.1f} {row['floor_us']:7.1f} "
+            f"{row['ratio']:6.3f}  {shown}"
+        )
+    if wrong:
+        sys.exit("\n".join(wrong))
+
+
+if __name__ == "__main__":
+    main()
