@@ -18,7 +18,7 @@ class Gpu(NamedTuple):
 
 GPUS = {
     "NVIDIA A100-SXM4-80GB": Gpu((8, 0), 108, 163 << 10),
-    "NVIDIA L40S": Gpu((8, 9), 142, 99 << 10),
+    "NVIDIA L40": Gpu((8, 9), 142, 99 << 10),
     "NVIDIA H100 80GB HBM3": Gpu((9, 0), 132, 227 << 10),
     "NVIDIA H200": Gpu((9, 0), 132, 227 << 10),
     "NVIDIA B200": Gpu((10, 0), 148, 227 << 10),
