@@ -12,19 +12,21 @@ class Gpu(NamedTuple):
     capability: tuple[int, int]
     """Compute capability."""
     multiprocessors: int
-    shared_memory: int
-    """Bytes of shared memory that one program can have."""
+
+    @property
+    def shared_memory(self) -> int:
+        """Bytes of shared memory that one program can have."""
+        return _SHARED_MEMORY.get(self.capability, 99 << 10)
 
 
-GPUS = {
-    "NVIDIA A100-SXM4-80GB": Gpu((8, 0), 108, 163 << 10),
-    "NVIDIA L40": Gpu((8, 9), 142, 99 << 10),
-    "NVIDIA H100 80GB HBM3": Gpu((9, 0), 132, 227 << 10),
-    "NVIDIA H200": Gpu((9, 0), 132, 227 << 10),
-    "NVIDIA B200": Gpu((10, 0), 148, 227 << 10),
-}
-# What programs of a capability can have, whatever the number of multiprocessors.
 _SHARED_MEMORY = {(8, 0): 163 << 10, (9, 0): 227 << 10, (10, 0): 227 << 10}
+GPUS = {
+    "NVIDIA A100-SXM4-80GB": Gpu((8, 0), 108),
+    "NVIDIA L40": Gpu((8, 9), 142),
+    "NVIDIA H100 80GB HBM3": Gpu((9, 0), 132),
+    "NVIDIA H200": Gpu((9, 0), 132),
+    "NVIDIA B200": Gpu((10, 0), 148),
+}
 _target: contextvars.ContextVar[Gpu | None] = contextvars.ContextVar("target", default=None)
 
 
@@ -39,8 +41,7 @@ def current() -> Gpu:
     if device.device_kind in GPUS:
         return GPUS[device.device_kind]
     major, minor = (int(part) for part in device.compute_capability.split("."))
-    shared_memory = _SHARED_MEMORY.get((major, minor), 99 << 10)
-    return Gpu((major, minor), device.core_count, shared_memory)
+    return Gpu((major, minor), device.core_count)
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""`fused_attention` in Pallas (Triton lowering): gathers of single-token rows, online softmax.
+"""`fused_attention` in Pallas (Triton lowering): gathers of single-token rows.
 
 A kernel for draft rows and one for verify and prefill rows, whose parts a third merges. All write
 their part of one output array, and of one set of score arrays: each aliases what came before, so

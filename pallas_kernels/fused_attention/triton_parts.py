@@ -1,4 +1,4 @@
-"""What the attention kernels are made of: padded loads and stores, online softmax, launches."""
+"""What the attention kernels are made of: padded loads and stores, softmax, launches."""
 
 import functools
 import math

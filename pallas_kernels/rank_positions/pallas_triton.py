@@ -1,13 +1,13 @@
 """`rank_positions` of coded scores in Pallas (Triton lowering): every code is read once.
 
-One program per span of blocks of one layer, row and KV head. It holds a tile [blocks, B] of the
+One program per span of blocks of one layer, row and KV head. It holds a tile [blocks, BLOCK] of the
 ranking, one position a lane, and adds the queries up one after another, the newest committed one
 first, so that every load is aligned and no sum crosses lanes.
 
 What moves on with the text goes through products with banded matrices: from position m of a block,
 age a reaches the positions m + a + 1 .. m + a + drafts, of the same block or of the next. The
-part for the next block is moved there by another product. So the tile starts a block early (two if
-blocks are that small), with what belongs to the span before.
+part for the next block is moved there by another product. So the tile starts a block early (more,
+should drafts reach further), with what belongs to the span before.
 """
 
 import functools
@@ -94,14 +94,14 @@ _ADD_FOUR = _add_four()
 
 
 def _dot(a: Array, b: Array) -> Array:
-    return jnp.dot(a.astype(b.dtype), b, preferred_element_type=jnp.float32)
+    return jnp.dot(a, b, preferred_element_type=jnp.float32)
 
 
-def _bands(ages: int, drafts: int, size: int) -> np.ndarray:
-    """[1 + early, ages, size, size]: whether position m of a block, at that age, reaches position n
-    of the same block, of the next .. of the last it can reach."""
-    block = np.arange(1 + pl.cdiv(ages - 1 + drafts, size))[:, None, None, None]
-    distance = block * size + np.arange(size) - np.arange(size)[:, None]
+def _bands(ages: int, drafts: int) -> np.ndarray:
+    """[1 + early, ages, BLOCK, BLOCK]: whether position m of a block, at that age, reaches position
+    n of the same block, of the next .. of the last it can reach."""
+    block = np.arange(1 + pl.cdiv(ages - 1 + drafts, BLOCK))[:, None, None, None]
+    distance = block * BLOCK + np.arange(BLOCK) - np.arange(BLOCK)[:, None]
     age = np.arange(ages)[:, None, None]
     return (distance > age) & (distance <= age + drafts)
 
@@ -123,21 +123,21 @@ def _kernel(
     *ahead_refs, codes_ref, factor_ref, out_ref = refs
     u, row, layer = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     head, span = u // n_spans, u % n_spans
-    n_blocks, size = codes_ref.shape[4] // BLOCK, BLOCK
+    n_blocks = codes_ref.shape[4] // BLOCK
     n_queries = here_ref.shape[1]
     end, committed = end_ref[row], committed_ref[row]
 
     first = span * (tile.blocks - early)
-    index, lane = jnp.arange(tile.blocks), jnp.arange(size)
+    index, lane = jnp.arange(tile.blocks), jnp.arange(BLOCK)
     block = first - early + index
     own = (index >= early) & (block < n_blocks)
-    last = jnp.maximum(end - 1, 0) // size
+    last = jnp.maximum(end - 1, 0) // BLOCK
     at = jnp.clip(block, 0, last)
-    position = at[:, None] * size + lane[None]
-    zeros = jnp.zeros((tile.blocks, size), jnp.float32)
+    position = at[:, None] * BLOCK + lane[None]
+    zeros = jnp.zeros((tile.blocks, BLOCK), jnp.float32)
 
     def store(ranking):
-        to = jnp.where(own, block, n_blocks)[:, None] * size + lane[None]
+        to = jnp.where(own, block, n_blocks)[:, None] * BLOCK + lane[None]
         ranking = jnp.where(to < end, ranking, 0).astype(out_ref.dtype)
         mask = own[:, None] & (to < context)
         plt.store(out_ref.at[layer, row, head, to], ranking, mask=mask)
@@ -198,8 +198,8 @@ def _kernel(
             ranking += _dot(down, reached[i].astype(jnp.bfloat16))
         store(ranking)
 
-    pl.when(first * size < end)(rank)
-    pl.when(first * size >= end)(lambda: store(zeros))
+    pl.when(first * BLOCK < end)(rank)
+    pl.when(first * BLOCK >= end)(lambda: store(zeros))
 
 
 @functools.partial(
@@ -220,13 +220,12 @@ def rank_positions(
     tile: Tile | None = None,
 ) -> Array:
     n_layers, n_rows, n_heads, _ = scores.factor.shape
-    size = BLOCK
     ages, early, moving = 0 if ahead is None else min(ages, here.shape[1]), 0, ()
     tile = tile or default_tile(ages)
     if ages:
-        bands = _bands(ages, drafts, size)
+        bands = _bands(ages, drafts)
         early, moving = len(bands) - 1, (ahead, jnp.asarray(bands, jnp.bfloat16))
-    n_spans = pl.cdiv(context, (tile.blocks - early) * size)
+    n_spans = pl.cdiv(context, (tile.blocks - early) * BLOCK)
     kernel = functools.partial(
         _kernel,
         group=group,

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import CodedScores, DraftRows, rank_positions, select_positions
+from pallas_kernels import DraftRows, rank_positions, select_positions
 from sparsespec_jax.config import Implementation, SpeculationConfig
 from sparsespec_jax.drafters.base import Verified
 from sparsespec_jax.drafters.score_rules import SCORE_RULES, SHIFT_AGES
@@ -81,10 +81,7 @@ class PillarDrafter:
         """[layers, E, kv_heads, context], the larger the better; 0 from `verified.start` on, where
         all is attended to anyway."""
         scores = verified.scores
-        if isinstance(scores, CodedScores):
-            context = scores.codes.shape[-1]
-        else:
-            context = scores.probabilities.shape[-1]
+        context = scores[0].shape[-1]  # of probabilities or codes: positions come last
         weights = self._rule(verified.queries, verified.committed, self.k + 1)
         return rank_positions(
             scores,
