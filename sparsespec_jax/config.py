@@ -96,14 +96,6 @@ class EngineConfig:
                 _check_int(name, getattr(self, name), least)
         _check_memory(self.kv_cache_memory)
         _check_choice("dtype", self.dtype, Dtype)
-        for name, least in (("max_context", 2), ("prefill_chunk", 1), ("prefill_rows", 1)):
-            if getattr(self, name) is not None:
-                _check_int(name, getattr(self, name), least)
-        _check_memory(self.kv_cache_memory)
-        if self.dtype not in ("auto", "float32", "bfloat16", "float16"):
-            raise ValueError(
-                f"dtype must be one of auto, float32, bfloat16, float16, got {self.dtype!r}"
-            )
         _check_choice("overlap", self.overlap, Overlap)
         _check_choice("implementation", self.implementation, Implementation)
         for name in ("batch_buckets", "context_buckets"):
