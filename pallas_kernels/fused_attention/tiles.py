@@ -31,11 +31,13 @@ class Tiles(NamedTuple):
 
 # Tiles of verify rows by their number of rows, and how many of their programs a multiprocessor
 # holds at once. From Hopper on, 64 rows use its larger matrix instructions: better than 32 even
-# where half of them are padding.
+# where half of them are padding. 128 are for rows that fit one such tile, but no smaller one: two
+# tiles would read all keys twice. Longer rows are bound by products, not by keys.
 _CAUSAL = {
     16: (Tile(16, 64, 2, 3), 4),
     32: (Tile(32, 64, 4, 5), 2),
     64: (Tile(64, 32, 4, 5), 3),
+    128: (Tile(128, 64, 8, 5), 1),
 }
 _DRAFT = Tile(16, 16, 1, 5)
 
@@ -47,8 +49,9 @@ def lanes(n: int) -> int:
 
 def choose_tiles(n_packed: int, group: int, head_dim: int, dtype: jnp.dtype, gpu: Gpu) -> Tiles:
     """Tiles for causal rows of `n_packed` = queries * group packed queries."""
-    rows = min(64, lanes(n_packed))
-    if rows == 32 and gpu.capability >= (9, 0):
+    hopper = gpu.capability >= (9, 0)
+    rows = lanes(n_packed)
+    if rows > (128 if hopper and head_dim <= 128 else 64) or (rows == 32 and hopper):
         rows = 64
     causal, resident = _CAUSAL[rows]
     draft = _DRAFT._replace(rows=lanes(group))
@@ -67,7 +70,12 @@ def _fit(tile: Tile, head_dim: int, dtype: jnp.dtype, gpu: Gpu) -> Tile:
         tile = tile._replace(stages=min(tile.stages, 3))
     key_bytes = 2 * lanes(head_dim) * dtype.itemsize
     query_bytes = tile.rows * lanes(head_dim) * dtype.itemsize
-    while query_bytes + tile.stages * tile.block * key_bytes > gpu.shared_memory:
+
+    def needed(tile: Tile) -> int:
+        buffers = (tile.stages + 1) // 2 + 1  # two stages each, and room for conversions
+        return query_bytes + buffers * tile.block * key_bytes
+
+    while needed(tile) > gpu.shared_memory:
         if tile.stages > 2:
             tile = tile._replace(stages=tile.stages - 1)
         else:

@@ -74,8 +74,10 @@ class Softmax(NamedTuple):
 
     def result(self) -> tuple[Array, Array]:
         """Output and base-2 log-sum-exp; 0 and a very negative number if nothing was attended."""
-        norm = jnp.where(self.norm == 0, 1, self.norm)
-        return self.out * (1 / norm)[:, None], self.reference + jnp.log2(norm)
+        some = self.norm != 0  # else the reference is that of keys which are not in this part
+        norm = jnp.where(some, self.norm, 1)
+        lse = jnp.where(some, self.reference + jnp.log2(norm), DEAD)
+        return self.out * (1 / norm)[:, None], lse
 
 
 def attend(

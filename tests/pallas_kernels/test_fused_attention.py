@@ -11,8 +11,17 @@ from attention_cases import Shape, Step, oracle, probabilities, random_step
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels import fused_attention
-from pallas_kernels.fused_attention import CodedScores, draft_slots, sliding_window
+from pallas_kernels import fused_attention, gpus
+from pallas_kernels.fused_attention import (
+    CausalRows,
+    CodedScores,
+    draft_slots,
+    pallas_triton,
+    plan,
+    sliding_window,
+)
+from pallas_kernels.fused_attention.tiles import Tile, Tiles, choose_tiles
+from pallas_kernels.fused_attention.work_rows import Sizes
 
 CODED = 0.065  # of a weight is what a code may be off, and some rounding
 MIXED = Shape(n_scored=2, score_queries=4)
@@ -27,6 +36,9 @@ SHAPES = {
         group=2, n_drafts=0, n_verify=0, chunk=6, n_scored=1, score_queries=8
     ),
     "plain decoding": Shape(n_drafts=0, n_prefill=0, n_queries=1, score_queries=1),
+    "group 5, scores": Shape(
+        n_kv_heads=1, group=5, head_dim=16, n_drafts=0, n_prefill=1, n_scored=1, score_queries=4
+    ),
     "k = 15": Shape(n_drafts=1, n_verify=1, n_queries=16, n_scored=1, score_queries=16, chunk=20),
 }
 # Shapes that take other paths through the kernels: several splits, several tiles, both.
@@ -103,6 +115,93 @@ def test_kernels_are_the_reference(name):
         expected, live, expected_scores = oracle(step)
         assert_close(out, expected, live, 1e-5)
         check_scores(step, scores, expected_scores, 1e-6, coded=CODED)
+
+
+@pytest.mark.parametrize("n_scored", [0, 1])
+def test_shares_of_one_block(n_scored):
+    """Each block is a part of its own: some have no key that all queries see, or nothing at all."""
+    shape = Shape(
+        n_kv_heads=1, head_dim=16, context=99, n_drafts=0, n_queries=6, chunk=20,
+        n_scored=n_scored, score_queries=6 * n_scored,
+    )  # fmt: skip
+    step = random_step(shape, np.random.default_rng(0))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan, "_LEAST_KEYS", 16)
+        arguments = step.arguments | {"layer": jnp.int32(step.shape.layer), "scores": None}
+        out, scores = pallas_triton.fused_attention(
+            **arguments,
+            gpu=gpus.current(),
+            interpret=True,
+            tiles=Tiles(Tile(16, 16, 4, 2), Tile(16, 16, 4, 2), 61),  # programs as nowhere else
+        )
+    expected, live, expected_scores = oracle(step)
+    assert_close(out, expected, live, 1e-5)
+    check_scores(step, scores, expected_scores, 1e-6, coded=CODED)
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    rows=st.lists(st.tuples(st.integers(0, 700), st.integers(0, 20)), min_size=6, max_size=6),
+    group=st.sampled_from([1, 5]),
+    programs=st.sampled_from([3, 12]),
+    start_keys=st.sampled_from([0, 96, 700]),
+)
+def test_plan_covers_each_block_once(rows, group, programs, start_keys):
+    """Also where many short rows, or nothing but what their starts cost, are in one share."""
+    start, count = np.array(rows).T
+    tile, n = Tile(16, 32, 4, 2), 20
+    n_tiles = -(-n * group // tile.rows)
+    sizes = Sizes(n, 0, group, 64, tile, n_tiles, len(rows) * n_tiles, programs, 0, True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan, "_LEAST_KEYS", 32)
+        patch.setattr(plan, "_START_KEYS", start_keys)
+        arrays = (jnp.asarray(x, jnp.int32) for x in (np.arange(len(rows)), start, count))
+        made = plan.make_plan(CausalRows(*arrays), sizes)
+    parts = [plan.Part(*part) for part in np.asarray(made.parts).tolist()]
+
+    written = []
+    for program in range(programs):
+        at = program
+        while at >= 0:
+            written.append(at)
+            at = parts[at].next
+    assert len(written) == len(set(written))
+
+    for w, entry in enumerate(np.asarray(made.merges).tolist()):
+        merge, (r, t) = plan.Merge(*entry), divmod(w, n_tiles)
+        first = t * tile.rows
+        last_query = min((first + tile.rows - 1) // group, count[r] - 1)
+        end = start[r] + last_query + 1 if first < count[r] * group else 0
+        block = 0
+        for j in range(merge.n_parts):
+            at = merge.program + j if j else merge.part
+            part = parts[at]
+            assert at in written
+            assert part[:6] == (r, first, r, start[r], count[r], block)
+            assert part.high > part.low
+            block = part.high
+        assert block == -(-end // tile.block)
+
+
+@pytest.mark.parametrize(
+    ("n_packed", "head_dim", "rows"),
+    [(4, 128, 16), (32, 128, 64), (45, 128, 64), (72, 128, 128), (72, 256, 64), (1024, 128, 64)],
+)
+def test_one_tile_where_two_would_read_the_keys_twice(n_packed, head_dim, rows):
+    gpu = gpus.GPUS["NVIDIA H200"]
+    tiles = choose_tiles(n_packed, 4, head_dim, jnp.dtype(jnp.bfloat16), gpu)
+    assert tiles.causal.rows == rows
+
+
+def test_kernels_of_72_packed_queries():
+    shape = Shape(
+        n_kv_heads=1, group=8, context=150, n_drafts=0, n_queries=9, n_prefill=0, score_queries=9
+    )
+    step = random_step(shape, np.random.default_rng(0)).cast(jnp.bfloat16)
+    out, scores = run(step, "pallas")
+    expected, live, expected_scores = oracle(step)
+    assert_close(out, expected, live, 1e-2)
+    check_scores(step, scores, expected_scores, 1e-3, coded=CODED)
 
 
 def test_kernels_in_bfloat16():
