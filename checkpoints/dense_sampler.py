@@ -16,6 +16,7 @@ import numpy as np
 from pallas_kernels import add_norm
 from sparsespec_jax.models.config import ModelConfig
 from sparsespec_jax.models.decoder import (
+    add,
     attention_inputs,
     attention_output,
     embed,
@@ -110,5 +111,5 @@ def _decode(params, tokens, cache, position, config: ModelConfig):
         attended = jnp.einsum("rkgt,rktd->rkgd", weights.astype(values.dtype), values)
         delta = attention_output(layer, attended.reshape(rows, kv * group, dim), config)
         x, normed = norm(x, delta, layer["mlp_norm"])
-        x = x + mlp(layer, normed)
+        x = add(x, mlp(layer, normed))
     return lm_logits(params, final_norm(params, x, config)), appended

@@ -4,13 +4,14 @@
 | --- | --- |
 | `fused_attention` | attention of draft, verify and prefill rows over one KV pool; scores |
 | `add_norm` | a residual stream takes a matmul's output; its RMS norm for the next one |
+| `matmul` | a layer's matmuls, where all blocks of a kernel run at once; parts of sums |
 | `append_kv` | norms and rotation of a qkv projection; keys and values into the pool, in place |
 | `rank_positions` | scores of several queries -> one ranking of the positions |
 | `select_positions` | exact top-K positions per layer, row and KV head |
 | `sample_tokens` | penalties, filters, noise and argmax over the vocabulary; logprobs |
 
 A folder per op: `api.py` is the contract and picks the implementation, `reference.py` is plain JAX,
-`pallas_triton.py` the kernel.
+`pallas_triton.py` the kernel (`mosaic_gpu.py` of `matmul`).
 """
 
 from pallas_kernels.add_norm import add_norm
@@ -26,6 +27,7 @@ from pallas_kernels.fused_attention import (
     fused_attention,
     sliding_window,
 )
+from pallas_kernels.matmul import matmul, matmul_parts
 from pallas_kernels.rank_positions import rank_positions
 from pallas_kernels.sample_tokens import (
     SampleArgs,
@@ -50,6 +52,8 @@ __all__ = [
     "append_kv",
     "draft_slots",
     "fused_attention",
+    "matmul",
+    "matmul_parts",
     "rank_positions",
     "sample",
     "sample_tokens",

@@ -27,19 +27,32 @@ from pallas_kernels import (
     append_kv,
     fused_attention,
     gpus,
+    matmul,
+    matmul_parts,
     rank_positions,
     select_positions,
 )
 from pallas_kernels.fused_attention import pallas_triton
 from pallas_kernels.fused_attention.tiles import Tile, Tiles, choose_tiles
 from pallas_kernels.sample_tokens import sample, token_logprobs
-from pallas_kernels.shapes import H200, TINY, AddNorm, Append, Attention, Rank, Sample, Select
+from pallas_kernels.shapes import (
+    H200,
+    TINY,
+    AddNorm,
+    Append,
+    Attention,
+    Matmul,
+    Rank,
+    Sample,
+    Select,
+)
 
-Case = Attention | Append | AddNorm | Rank | Select | Sample
+Case = Attention | Append | AddNorm | Matmul | Rank | Select | Sample
 OPS = (
     "fused_attention",
     "append_kv",
     "add_norm",
+    "matmul",
     "rank_positions",
     "select_positions",
     "sample_tokens",
@@ -152,6 +165,19 @@ def add_norm_time(case: AddNorm, n_calls: int, repeats: int, implementation: str
     return seconds(run, x, deltas, scale, repeats=repeats) / n_calls
 
 
+def matmul_time(case: Matmul, n_calls: int, repeats: int, implementation: str) -> float:
+    """Seconds per call, without adding parts. All calls have their own operands, like layers."""
+    x, weight = case.inputs()
+    calls = tuple((x * (1 + i / 16), weight * (1 + i / 16)) for i in range(n_calls))
+    multiply = matmul_parts if case.in_parts else matmul
+
+    @jax.jit
+    def run(calls):
+        return [multiply(*call, implementation=implementation) for call in calls]
+
+    return seconds(run, calls, repeats=repeats) / n_calls
+
+
 def rank_time(case: Rank, n_calls: int, repeats: int, implementation: str) -> float:
     """Seconds per call. All calls have their own weights, so that none can be shared."""
     scores, end, here, ahead, committed = case.inputs()
@@ -215,6 +241,8 @@ def case_time(case: Case, variant: str, n_calls: int, repeats: int) -> float:
         return append_time(case, n_calls, repeats, variant)
     if isinstance(case, AddNorm):
         return add_norm_time(case, n_calls, repeats, variant)
+    if isinstance(case, Matmul):
+        return matmul_time(case, n_calls, repeats, variant)
     if isinstance(case, Rank):
         return rank_time(case, n_calls, repeats, variant)
     if isinstance(case, Sample):
@@ -234,7 +262,7 @@ def rows(ops: list[str], variants: list[str], on_gpu: bool, bandwidth: float) ->
     cases = H200 if on_gpu else TINY
     named = [(op, name, case) for op in ops for name, case in cases[op].items()]
     for (op, name, case), variant in itertools.product(named, variants):
-        n_calls = 16 if on_gpu and variant == "pallas" else 2
+        n_calls = 16 if on_gpu and (variant == "pallas" or op == "matmul") else 2
         time_s = case_time(case, variant, n_calls, repeats=15 if on_gpu else 3)
         floor_s = case.bytes() / bandwidth
         yield {
@@ -264,9 +292,10 @@ def sweeps() -> Iterator[tuple[str, Tiles]]:
         "verify, k=7": itertools.product((32, 64), (32, 64), (2, 4), (3, 5, 7), (2, 3)),
         "decode": itertools.product((16,), (32, 64), (2, 4), (3, 5), (4, 6)),
         "prefill": itertools.product((64, 128), (32, 64), (4, 8), (3, 5), (1, 2, 3)),
+        "mixed, group 8": itertools.product((128,), (32, 64), (8,), (5, 7, 9, 13), (1,)),
     }
     for name, tiles in causal.items():
-        cases = [name, f"{name}, scores"] if name.startswith("verify") else [name]
+        cases = [name, f"{name}, scores"] if name.startswith(("verify", "mixed")) else [name]
         for *tile, resident in tiles:
             chosen = Tiles(usual.draft, Tile(*tile), gpu.multiprocessors * resident)
             yield from ((case, chosen) for case in cases)

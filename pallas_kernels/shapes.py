@@ -152,23 +152,50 @@ class Append:
 
 @dataclass(frozen=True)
 class AddNorm:
-    """The tokens of one step, and the output of a matmul to add to each."""
+    """The tokens of one step, and the output of a matmul to add to each, whole or in parts."""
 
     n_tokens: int
     hidden: int
     dtype: str = "bfloat16"
+    parts: int | None = None
     k: int | None = None
     context: int | None = None
 
     def bytes(self) -> int:
         """Stream and addend read; sum and norm written."""
-        return 4 * self.n_tokens * self.hidden * jnp.dtype(self.dtype).itemsize
+        arrays = 3 + (self.parts or 1)
+        return arrays * self.n_tokens * self.hidden * jnp.dtype(self.dtype).itemsize
 
     def inputs(self) -> tuple[Array, Array, Array]:
         """Arguments of `add_norm`."""
         shape = self.n_tokens, self.hidden
-        x, delta = (_normal(shape, self.dtype, seed) for seed in (0, 1))
+        whole = shape if self.parts is None else (self.parts, *shape)
+        x, delta = _normal(shape, self.dtype, 0), _normal(whole, self.dtype, 1)
         return x, delta, _normal(shape[1:], self.dtype, 2)
+
+
+@dataclass(frozen=True)
+class Matmul:
+    """The tokens of one step times a weight; in parts if the consumer adds them."""
+
+    n_tokens: int
+    inner: int
+    columns: int
+    in_parts: bool = False
+    dtype: str = "bfloat16"
+    k: int | None = None
+    context: int | None = None
+
+    def bytes(self) -> int:
+        """Operands read, the product written, once. (Products alone take longer: 64 us of the
+        `gate_up` of 8B at 800 TFLOP/s.)"""
+        n, k, m = self.n_tokens, self.inner, self.columns
+        return (n * k + k * m + n * m) * jnp.dtype(self.dtype).itemsize
+
+    def inputs(self) -> tuple[Array, Array]:
+        """Arguments of `matmul`."""
+        x = _normal((self.n_tokens, self.inner), self.dtype, 0)
+        return x, _normal((self.inner, self.columns), self.dtype, 1) * self.inner**-0.5
 
 
 @dataclass(frozen=True)
@@ -319,7 +346,17 @@ H200 = {
         "mixed, Qwen2": Append(248, n_slots=1 << 20, group=7, bias=True, norms=False),
         "prefill": Append(2048, n_slots=1 << 20),
     },
-    "add_norm": {"8B": AddNorm(256, 4096), "1.7B": AddNorm(256, 2048)},
+    "add_norm": {
+        "8B": AddNorm(256, 4096),
+        "8B, 2 parts": AddNorm(256, 4096, parts=2),
+        "8B, 4 parts": AddNorm(256, 4096, parts=4),
+        "1.7B": AddNorm(256, 2048),
+    },
+    "matmul": {
+        "8B, gate_up": Matmul(256, 4096, 24576),
+        "8B, out": Matmul(256, 4096, 4096, in_parts=True),
+        "8B, down": Matmul(256, 12288, 4096, in_parts=True),
+    },
     "rank_positions": {
         "shifted": Rank(36, 15, context=8192, k=8),
         "paper": Rank(36, 15, context=8192, k=8, shifted=False),
@@ -347,6 +384,7 @@ TINY = {
     },
     "append_kv": {"mixed": Append(11, n_slots=1024, n_kv_heads=2, head_dim=64, dtype="float32")},
     "add_norm": {"tiny": AddNorm(11, 96, dtype="float32")},
+    "matmul": {"tiny": Matmul(11, 96, 64, dtype="float32")},
     "rank_positions": {
         "shifted": Rank(2, 3, context=256, k=3, n_kv_heads=2),
         "paper": Rank(2, 3, context=256, k=3, n_kv_heads=2, shifted=False),

@@ -1,8 +1,8 @@
 """Machine code for an NVIDIA H200 on a machine without a GPU: XLA's CUDA plugin, unpacked.
 
-The plugin's wheel (125 MB, of the version of jax that runs the tests) is downloaded once; a test
-that asks for it is skipped offline. Compilation runs in a process of its own: jax looks for plugins
-once, when it starts.
+The plugin's wheel (125 MB, of the version of jax that runs the tests) is downloaded once, and so is
+that with the runtime of Mosaic GPU's kernels (8 MB); a test that asks for one is skipped offline.
+Compilation runs in a process of its own: jax looks for plugins once, when it starts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from pathlib import Path
 import jax
 import pytest
 
-_MEMBER = "jax_plugins/xla_cuda13/xla_cuda_plugin.so"
+_PLUGIN = "jax-cuda13-pjrt", "jax_plugins/xla_cuda13/xla_cuda_plugin.so"
+_MOSAIC = "jax-cuda13-plugin", "jax_cuda13_plugin/libmosaic_gpu_runtime.so"
 _H200 = """
 gpu_device_info {
   threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
@@ -55,14 +56,19 @@ def temp_bytes(f, *args, **kwargs):
 """
 
 
-def compile_for_h200(program: str) -> dict[str, int]:
-    """What a program says that calls `temp_bytes` and leaves a dictionary named `result`."""
-    plugin = _plugin()
+def compile_for_h200(program: str, *, mosaic: bool = False) -> dict[str, int]:
+    """What a program says that calls `temp_bytes` and leaves a dictionary named `result`.
+
+    `mosaic` says that it compiles kernels of Mosaic GPU, `matmul`'s.
+    """
+    plugin = _library(*_PLUGIN)
     env = os.environ | {
         "JAX_PLATFORMS": "cpu",
         "PJRT_NAMES_AND_LIBRARY_PATHS": f"cuda:{plugin}",
         "PYTHONPATH": os.pathsep.join([".", "tests/pallas_kernels"]),
     }
+    if mosaic:
+        env["LD_PRELOAD"] = str(_library(*_MOSAIC))
     code = f"{_PROLOGUE}\n{program}\nprint(json.dumps(result))"
     done = subprocess.run(
         [sys.executable, "-c", code, _H200], env=env, capture_output=True, text=True, check=False
@@ -71,20 +77,22 @@ def compile_for_h200(program: str) -> dict[str, int]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def _plugin() -> Path:
+def _library(package: str, member: str) -> Path:
+    """`member` of the wheel of `package`, which has the version of jax."""
     if (platform.system(), platform.machine()) != ("Linux", "x86_64"):
         pytest.skip("XLA's CUDA plugin is for Linux on x86-64")
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sparsespec-jax"
-    target = cache / f"xla_cuda_plugin-{jax.__version__}.so"
+    name = Path(member)
+    target = cache / f"{name.stem}-{jax.__version__}{name.suffix}"
     if not target.exists():
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache) as directory:
-            _download(Path(directory)).replace(target)
+            _download(Path(directory), package, member).replace(target)
     return target
 
 
-def _download(directory: Path) -> Path:
-    wheel = f"jax-cuda13-pjrt=={jax.__version__}"
+def _download(directory: Path, package: str, member: str) -> Path:
+    wheel = f"{package}=={jax.__version__}"
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
     command += ["--only-binary", ":all:", "--dest", str(directory), wheel]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -93,4 +101,4 @@ def _download(directory: Path) -> Path:
         pytest.skip(f"{wheel} cannot be downloaded: {reason}")
     (path,) = directory.glob("*.whl")
     with zipfile.ZipFile(path) as archive:
-        return Path(archive.extract(_MEMBER, directory))
+        return Path(archive.extract(member, directory))

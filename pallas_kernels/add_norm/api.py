@@ -18,12 +18,14 @@ def add_norm(
 ) -> tuple[Array, Array]:
     """The residual stream after `x + delta`, and its RMS norm for the next matmul.
 
-    The sum is rounded to the dtype of `x` before the norm sees it; the norm is computed in float32,
-    rounded to that dtype and then scaled. Rows do not see each other. Only "xla" has a gradient.
+    The sum is rounded to the dtype of `x` before the norm sees it, and not before that if there are
+    parts; the norm is computed in float32, rounded to that dtype and then scaled. Rows do not see
+    each other. Only "xla" has a gradient.
 
     Args:
         x: [..., hidden] float16, bfloat16 or float32.
-        delta: like `x`, or None before the first layer.
+        delta: like `x`; or parts of it, [S, ..., hidden], from `matmul_parts`; or None before the
+            first layer.
         scale: [hidden] of x's dtype.
         eps: of the norm.
 
@@ -49,9 +51,10 @@ def _check(x: Array, delta: Array | None, scale: Array, eps: float) -> None:
     )
     if delta is not None:
         check(
-            delta.shape == x.shape and delta.dtype == x.dtype,
+            (delta.shape == x.shape or (delta.shape[1:] == x.shape and len(delta) > 0))
+            and delta.dtype == x.dtype,
             f"delta is {delta.dtype}{list(delta.shape)}, but must be like x, "
-            f"{x.dtype}{list(x.shape)}, or None",
+            f"{x.dtype}{list(x.shape)}, parts of that or None",
         )
     check(
         scale.shape == x.shape[-1:] and scale.dtype == x.dtype,

@@ -11,6 +11,8 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from pallas_kernels.add_norm.reference import add_parts
+
 _MAX_WARPS = 16
 
 
@@ -29,12 +31,15 @@ def _kernel(x_ref, delta_ref, scale_ref, *out_refs, eps: float):
     # All loads before anything waits for one of them.
     x = plt.load(x_ref.at[row, column], mask=mask, other=0)
     if delta_ref is not None:
-        delta = plt.load(delta_ref.at[row, column], mask=mask, other=0)
+        parts = [
+            plt.load(delta_ref.at[part, row, column], mask=mask, other=0)
+            for part in range(delta_ref.shape[0])
+        ]
     scale = plt.load(scale_ref.at[column], mask=mask, other=0)
 
     *sum_refs, normed_ref = out_refs
     if delta_ref is not None:
-        x = x + delta
+        x = add_parts(x, parts)
         plt.store(sum_refs[0].at[row, column], x, mask=mask)
     wide = x.astype(jnp.float32)
     factor = lax.rsqrt(jnp.sum(wide * wide) / hidden + eps)
@@ -57,6 +62,6 @@ def add_norm(
             num_warps=choose_warps(hidden, rows.dtype), num_stages=1
         ),
         interpret=interpret,
-    )(rows, None if delta is None else delta.reshape(rows.shape), scale)
+    )(rows, None if delta is None else delta.reshape(-1, *rows.shape), scale)
     *total, normed = (out.reshape(shape) for out in outs)
     return (x if delta is None else total[0]), normed

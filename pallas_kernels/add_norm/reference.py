@@ -1,5 +1,6 @@
 """XLA reference of `add_norm`."""
 
+import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels.append_kv.reference import rms_norm
@@ -7,5 +8,19 @@ from pallas_kernels.append_kv.reference import rms_norm
 
 def add_norm(x: Array, delta: Array | None, scale: Array, *, eps: float) -> tuple[Array, Array]:
     if delta is not None:
-        x = x + delta
+        x = add(x, delta)
     return x, rms_norm(x, scale, eps)
+
+
+def add(x: Array, delta: Array) -> Array:
+    """`x + delta`, rounded once; `delta` may be parts, [S, ..., hidden]."""
+    return add_parts(x, [delta] if delta.ndim == x.ndim else list(delta))
+
+
+def add_parts(x: Array, parts: list[Array]) -> Array:
+    if len(parts) == 1:
+        return x + parts[0]
+    total, *rest = (part.astype(jnp.float32) for part in parts)
+    for part in rest:
+        total = total + part
+    return (x.astype(jnp.float32) + total).astype(x.dtype)

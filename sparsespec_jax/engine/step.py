@@ -171,10 +171,12 @@ class Step:
                 context=bucket.context,
                 implementation=self.implementation,
             )
-            delta = decoder.attention_output(layer, attended, model)
+            delta = decoder.attention_output(
+                layer, attended, model, implementation=self.implementation
+            )
             x, normed = norm(x, delta, layer["mlp_norm"])
-            delta = decoder.mlp(layer, normed)
-        return x + delta, tuple(new_pools), scores
+            delta = decoder.mlp(layer, normed, implementation=self.implementation)
+        return decoder.add(x, delta), tuple(new_pools), scores
 
     def _sample_rows(self, plan: Plan, queries: Queries) -> tuple[jax.Array, jax.Array, jax.Array]:
         """The S queries that need logits: drafts, verify queries, the last token of each chunk.

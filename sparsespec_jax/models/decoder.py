@@ -1,6 +1,7 @@
 """The decoder: its layer arithmetic as functions on raw arrays, and the flax module around them.
 
-A layer is two branches; each takes the norm of the residual stream and returns what to add to it.
+A layer is two branches; each takes the norm of the residual stream and returns what to add to it,
+as parts [S, ...] that `add_norm` or `add` sums (see `matmul_parts`).
 The engine's step calls the branches with its own kernels: `add_norm` before each, and between
 `project_qkv` and `attention_output` `append_kv` and paged attention. `Decoder` runs the same
 functions with `attention_inputs` and ordinary causal attention: for training, rescoring and parity
@@ -16,8 +17,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from pallas_kernels import add_norm
+from pallas_kernels import add_norm, matmul, matmul_parts
+from pallas_kernels.add_norm.reference import add
 from pallas_kernels.append_kv.reference import rms_norm, rotate
+from pallas_kernels.dispatch import Implementation
+from pallas_kernels.matmul import reference as xla
 from sparsespec_jax.models.config import ModelConfig
 from sparsespec_jax.models.parameters import Params, init_params
 from sparsespec_jax.models.rope import rope_tables
@@ -33,7 +37,7 @@ def project_qkv(layer: Params, normed: jax.Array) -> jax.Array:
 
     Bias, head norms and rotation are still to come: see `head_params`.
     """
-    return _matmul(normed, layer["qkv"], 1)
+    return xla.matmul(normed, layer["qkv"])
 
 
 def head_params(layer: Params, config: ModelConfig) -> dict[str, Any]:
@@ -53,16 +57,24 @@ def attention_inputs(
     return rotate(project_qkv(layer, normed), cos, sin, **head_params(layer, config))
 
 
-def attention_output(layer: Params, attended: jax.Array, config: ModelConfig) -> jax.Array:
-    """Project attended values [..., heads, head_dim] back to [..., hidden]."""
+def attention_output(
+    layer: Params,
+    attended: jax.Array,
+    config: ModelConfig,
+    *,
+    implementation: Implementation = "xla",
+) -> jax.Array:
+    """Project attended values [..., heads, head_dim] back to parts [S, ..., hidden]."""
     shape = (*attended.shape[:-2], config.num_kv_heads, config.group, config.head_dim)
-    return _matmul(attended.reshape(shape), layer["out"], 3)
+    attended = attended.reshape(shape)
+    return matmul_parts(attended, layer["out"], contracted=3, implementation=implementation)
 
 
-def mlp(layer: Params, normed: jax.Array) -> jax.Array:
-    """SwiGLU feed-forward of normed states, [..., hidden] to [..., hidden]."""
-    gate_up = _matmul(normed, layer["gate_up"], 1)
-    return _matmul(jax.nn.silu(gate_up[..., 0, :]) * gate_up[..., 1, :], layer["down"], 1)
+def mlp(layer: Params, normed: jax.Array, *, implementation: Implementation = "xla") -> jax.Array:
+    """SwiGLU feed-forward of normed states [..., hidden], to parts [S, ..., hidden]."""
+    gate_up = matmul(normed, layer["gate_up"], implementation=implementation)
+    activated = jax.nn.silu(gate_up[..., 0, :]) * gate_up[..., 1, :]
+    return matmul_parts(activated, layer["down"], implementation=implementation)
 
 
 def final_norm(params: Params, x: jax.Array, config: ModelConfig) -> jax.Array:
@@ -76,21 +88,9 @@ def lm_logits(params: Params, x: jax.Array) -> jax.Array:
         x,
         head,
         (((x.ndim - 1,), (1,)), ((), ())),
-        precision=_precision(x),
+        precision=xla.precision(x),
         preferred_element_type=jnp.float32,
     )
-
-
-def _matmul(x: jax.Array, weight: jax.Array, contracted: int) -> jax.Array:
-    """Contract the last `contracted` axes of `x` with the first of `weight`."""
-    axes = tuple(range(x.ndim - contracted, x.ndim)), tuple(range(contracted))
-    return jax.lax.dot_general(x, weight, (axes, ((), ())), precision=_precision(x))
-
-
-def _precision(x: jax.Array) -> jax.lax.Precision:
-    """Float32 is for exactness: never let a GPU round it to TF32."""
-    wide = x.dtype == jnp.float32
-    return jax.lax.Precision.HIGHEST if wide else jax.lax.Precision.DEFAULT
 
 
 class Decoder(nnx.Module):
@@ -150,7 +150,7 @@ def forward(
                 q, k, v, is_causal=True, implementation=attention
             )
         x, normed = norm(x, attention_output(layer, attended, config), layer["mlp_norm"])
-        return x + mlp(layer, normed)
+        return add(x, mlp(layer, normed))
 
     if remat:
         block = jax.checkpoint(block)

@@ -43,8 +43,11 @@ def jitted(implementation):
 def oracle(x, delta, scale):
     """In numpy, with the norm's sum in float64."""
     x, scale = np.asarray(x), np.asarray(scale)
-    if delta is not None:
+    if delta is not None and delta.ndim == x.ndim:
         x = x + np.asarray(delta)
+    elif delta is not None:
+        total = functools.reduce(np.add, np.asarray(delta).astype(np.float32))
+        x = (x.astype(np.float32) + total).astype(x.dtype)
     wide = x.astype(np.float32)
     mean = np.mean(np.square(wide, dtype=np.float64), axis=-1, keepdims=True)
     wide = wide / np.sqrt(mean + EPS).astype(np.float32)
@@ -71,6 +74,7 @@ cases = st.builds(
     n_tokens=st.integers(1, 6),
     hidden=st.one_of(st.integers(1, 70), st.sampled_from([96, 576, 1024, 2048])),
     dtype=st.sampled_from(DTYPES),
+    parts=st.sampled_from([None, 1, 2, 3]),
 )
 
 
@@ -102,6 +106,17 @@ def test_the_norm_sees_the_rounded_sum(implementation):
     total, normed = jitted(implementation)(x, delta, scale)
     np.testing.assert_array_equal(total, x)
     np.testing.assert_array_equal(normed, jitted(implementation)(x, None, scale)[1])
+
+
+@both
+def test_parts_are_not_rounded_before_they_meet_the_stream(implementation):
+    """Each part alone is lost in 1, in bfloat16; together they are not."""
+    x, scale = jnp.ones((1, 2), jnp.bfloat16), jnp.ones(2, jnp.bfloat16)
+    parts = jnp.full((4, 1, 2), 2**-9, jnp.bfloat16)
+    total, normed = jitted(implementation)(x, parts, scale)
+    np.testing.assert_array_equal(total, x + parts.sum(0))
+    assert (total > x).all()
+    np.testing.assert_array_equal(normed, jitted(implementation)(total, None, scale)[1])
 
 
 @both
@@ -168,8 +183,9 @@ def test_two_wide_accesses_per_thread():
 def test_lowers(hidden, dtype, device_kind):
     """For sm_80, 90 and 100; with and without something to add."""
     x, delta, scale = jax.eval_shape(AddNorm(256, hidden, dtype).inputs)
+    parts = jax.ShapeDtypeStruct((4, *delta.shape), delta.dtype)
     run = functools.partial(add_norm, implementation="pallas", interpret=False)
-    for addend in (delta, None):
+    for addend in (delta, parts, None):
         text = lower_for_cuda(run, x, addend, scale, device_kind=device_kind).as_text()
         assert text.count(TRITON_CALL) == 1
 
@@ -191,6 +207,7 @@ def test_layers_share_their_kernel():
         ("x", jnp.zeros((5, 20), int), "x is int32, but must be float16, bfloat16 or float32"),
         ("delta", jnp.zeros((4, 20)), r"delta is float32\[4, 20\], but must be like x, float32\[5"),
         ("delta", jnp.zeros((5, 20), "bfloat16"), r"delta is bfloat16\[5, 20\], but must be like"),
+        ("delta", jnp.zeros((0, 5, 20)), r"delta is float32\[0, 5, 20\], but must be like x"),
         ("scale", jnp.zeros((19,)), r"scale is float32\[19\], but must be float32\[20\]"),
         ("scale", jnp.zeros((20,), "float16"), r"scale is float16\[20\], but must be float32"),
         ("eps", -1.0, r"eps=-1.0, but must not be negative"),
@@ -208,8 +225,8 @@ def test_errors_name_the_argument(argument, value, message):
 @gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("hidden", [20, 576, 2048, 3584, 4096, 5120, 16384])
-@pytest.mark.parametrize("first", [True, False])
-def test_compiled_kernel(hidden, first, dtype):
-    x, delta, scale = make_inputs(AddNorm(300, hidden, dtype))
-    delta = None if first else delta
+@pytest.mark.parametrize("parts", [0, None, 4])
+def test_compiled_kernel(hidden, parts, dtype):
+    x, delta, scale = make_inputs(AddNorm(300, hidden, dtype, parts=parts))
+    delta = None if parts == 0 else delta
     check(jitted("pallas")(x, delta, scale), oracle(x, delta, scale))

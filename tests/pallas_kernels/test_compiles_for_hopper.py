@@ -61,3 +61,24 @@ result = {
 }
 """)
     assert max(temp.values()) < 1 << 20
+
+
+def test_matmuls_of_a_large_step():
+    temp = compile_for_h200(
+        """
+import functools
+from pallas_kernels import matmul, matmul_parts
+from pallas_kernels.shapes import H200
+
+result = {}
+for name, case in H200["matmul"].items():
+    op = functools.partial(
+        matmul_parts if case.in_parts else matmul, implementation="pallas", interpret=False
+    )
+    shapes = jax.eval_shape(case.inputs)
+    assert "mosaic_gpu_v2" in lower_for_cuda(op, *shapes).as_text()
+    result[name] = temp_bytes(op, *shapes)
+""",
+        mosaic=True,
+    )
+    assert max(temp.values()) < 1 << 20

@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 from attention_cases import Shape, random_step
 
-from pallas_kernels import append_kv, fused_attention, select_positions
+from pallas_kernels import append_kv, fused_attention, matmul_parts, select_positions
 from pallas_kernels.fused_attention.tiles import choose_tiles
 from pallas_kernels.gpus import GPUS
 from pallas_kernels.lowering import lower_for_cuda
 from pallas_kernels.shapes import Append
 
 TRITON_CALL = "__gpu$xla.gpu.triton"
+MOSAIC_CALL = "mosaic_gpu_v2"
 as_kernel = {"implementation": "pallas", "interpret": False}
 
 
@@ -88,6 +89,22 @@ def test_append_kv(n_kv_heads, group, head_dim, norms, dtype):
     assert text.count(TRITON_CALL) == 1
 
 
+@pytest.mark.parametrize("device_kind", GPUS)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_matmul(dtype, device_kind):
+    """A kernel for Hopper, which layers share; XLA everywhere else, and in float32."""
+    x = jax.ShapeDtypeStruct((248, 4096), dtype)
+    weights = [jax.ShapeDtypeStruct((4096, 4096), dtype)] * 3
+
+    def run(x, weights):
+        return [matmul_parts(x, weight, **as_kernel) for weight in weights]
+
+    text = lower_for_cuda(run, x, weights, device_kind=device_kind).as_text()
+    hopper = GPUS[device_kind].capability == (9, 0) and dtype == jnp.bfloat16
+    assert text.count(MOSAIC_CALL) == (1 if hopper else 0)
+    assert text.count("stablehlo.dot_general") == (0 if hopper else 3)
+
+
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("size", [100, 20000])
 def test_select_positions(size, dtype):
@@ -108,6 +125,7 @@ def test_import_is_quiet():
         f"import pallas_kernels.{op}.pallas_triton\n"
         for op in ("append_kv", "fused_attention", "select_positions")
     )
+    program += "import pallas_kernels.matmul.mosaic_gpu\n"
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", program], capture_output=True, text=True
     )
