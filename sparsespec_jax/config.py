@@ -7,7 +7,9 @@ import itertools
 import math
 from typing import Any, Literal, get_args
 
-Overlap = Literal["resident", "sync"]
+KvPolicy = Literal["aggressive", "conservative", "recompute"]
+Phases = Literal["balanced", "random", "lockstep"]
+Overlap = Literal["resident", "delayed", "sync"]
 Verification = Literal["coupled", "rejection"]
 Method = Literal["pillar", "none"]
 ScoreRule = Literal["paper", "shifted"]
@@ -63,15 +65,26 @@ class EngineConfig:
       kv_cache_memory: device memory for the KV pool: a fraction (0, 1) of what is free once the
         weights are loaded, or a number of bytes. None: 0.85 on a GPU; on a CPU, what `max_batch`
         full contexts need, up to 2 GiB.
+      max_host_kv_bytes: host memory for KV that leaves the device for a while; None: half of what
+        is free, as far as `max_batch` full contexts can need it; 0: none, such KV is computed
+        again.
+      kv_policy: `aggressive` admits requests while there are slots, and moves the KV of the
+        youngest to host memory when they run out; `recompute` drops it and computes it again;
+        `conservative` admits only what fits at its maximum length, or at the length that
+        `Engine.submit` is told to expect.
+      phases: `balanced` spreads the rows over the phases of the cycle, so that all steps have about
+        as many tokens; `random` and `lockstep` (all draft, then all verify) are for comparison.
       dtype: of weights and KV cache: `auto` (the checkpoint's; float32 on a CPU), `float32`,
         `bfloat16` or `float16`.
       prefill_chunk: prompt tokens in one prefill row of a step; None: 256 on a GPU, 64 on a CPU.
       prefill_rows: prefill rows in one step, so that a step takes up to `prefill_chunk *
         prefill_rows` prompt tokens; None: 8 on a GPU, 2 on a CPU.
-      overlap: `resident` dispatches ahead of the results; `sync` waits for each step (debugging).
+      overlap: `resident` verifies on the device and dispatches ahead of the results; `delayed`
+        verifies on the host while the next step runs without the rows concerned, as SparseSpec
+        does; `sync` waits for each step (debugging). The output is the same.
       implementation: of the kernels: `pallas` on GPUs and `xla` elsewhere by default.
       batch_buckets, context_buckets: row counts and context widths that steps are compiled for;
-        None: `max_batch` and `max_context`, and down by quarters.
+        None: `max_batch` and three quarters, half of it and so on; `max_context` and quarters.
       seed: the seeds of requests without one derive from it; None: from the operating system.
       compilation_cache_dir: keeps compiled steps between runs; None: what jax is set to.
     """
@@ -79,6 +92,9 @@ class EngineConfig:
     max_batch: int = 64
     max_context: int | None = None
     kv_cache_memory: float | int | None = None
+    max_host_kv_bytes: int | None = None
+    kv_policy: KvPolicy = "aggressive"
+    phases: Phases = "balanced"
     dtype: Dtype = "auto"
     prefill_chunk: int | None = None
     prefill_rows: int | None = None
@@ -95,6 +111,10 @@ class EngineConfig:
             if getattr(self, name) is not None:
                 _check_int(name, getattr(self, name), least)
         _check_memory(self.kv_cache_memory)
+        if self.max_host_kv_bytes is not None:
+            _check_int("max_host_kv_bytes", self.max_host_kv_bytes, 0)
+        _check_choice("kv_policy", self.kv_policy, KvPolicy)
+        _check_choice("phases", self.phases, Phases)
         _check_choice("dtype", self.dtype, Dtype)
         _check_choice("overlap", self.overlap, Overlap)
         _check_choice("implementation", self.implementation, Implementation)

@@ -16,7 +16,7 @@ from tqdm import tqdm
 from sparsespec_jax.cli import terminal
 
 if TYPE_CHECKING:
-    from sparsespec_jax.engine.engine import EngineStats
+    from sparsespec_jax.engine.stats import EngineStats
     from sparsespec_jax.outputs import StreamOutput
 
 _REFRESH = 0.5  # seconds between updates of the bar

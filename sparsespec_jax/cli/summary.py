@@ -13,7 +13,7 @@ from sparsespec_jax.cli import terminal
 from sparsespec_jax.cli.errors import FAILED, INTERRUPTED, OK
 
 if TYPE_CHECKING:
-    from sparsespec_jax.engine.engine import EngineStats
+    from sparsespec_jax.engine.stats import EngineStats
     from sparsespec_jax.outputs import Completion
 
 
@@ -34,6 +34,7 @@ class Summary:
     def __post_init__(self):
         self._prompt_tokens: dict[object, int] = {}
         self._first_tokens: list[float] = []
+        self._each_token: list[float] = []
         self._drafted = self._accepted = np.zeros(0, np.int64)
 
     def add(self, job_id: object, completion: Completion) -> None:
@@ -47,8 +48,12 @@ class Summary:
         if stats is None:
             return
         self._prompt_tokens[job_id] = stats.prompt_tokens
-        if stats.first_token is not None:
-            self._first_tokens.append(stats.first_token - stats.submitted)
+        for times, seconds in (
+            (self._first_tokens, stats.time_to_first_token),
+            (self._each_token, stats.time_per_output_token),
+        ):
+            if seconds is not None:
+                times.append(seconds)
         self.cycles += stats.cycles
         self.full_cycles += stats.full_cycles
         self.full_accepted += stats.full_accepted
@@ -79,6 +84,13 @@ class Summary:
         if self._first_tokens:
             median, longest = statistics.median(self._first_tokens), max(self._first_tokens)
             rows["first token"] = f"{median:.2f} s median, {longest:.2f} s longest"
+        if self._each_token:
+            median, late = 1e3 * np.percentile(self._each_token, [50, 99])
+            rows["a token"] = f"{median:.1f} ms median, {late:.1f} ms for 1 request in 100"
+        if engine.kv.parked:
+            rows["KV moved"] = (
+                f"{engine.kv.evicted:,} tokens to host memory, {engine.kv.dropped:,} computed again"
+            )
         if self._drafted.any():
             k = len(self._drafted)
             rates = 100 * self._accepted / np.maximum(self._drafted, 1)

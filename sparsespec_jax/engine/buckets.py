@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from sparsespec_jax.config import Phases
 from sparsespec_jax.engine.plan import Bucket, PlanLayout, ResultLayout
 from sparsespec_jax.sampling.params import SamplingParams
 
@@ -36,6 +37,10 @@ class Buckets:
     batch of b rows has room for about b / (k + 1) verifications and k b / (k + 1) drafts. One of up
     to k rows often verifies nothing, and has a bucket for that, with room for b drafts; a lone row
     drafts or verifies.
+
+    Where phases are not `balanced`, drafts and verifications have room for all rows, or none.
+
+    delayed: the host verifies, so that a cycle is a step longer; the room suffices as it is.
     """
 
     def __init__(
@@ -48,12 +53,16 @@ class Buckets:
         prefill_rows: int,
         batch_buckets: tuple[int, ...] | None = None,
         context_buckets: tuple[int, ...] | None = None,
+        phases: Phases = "balanced",
+        delayed: bool = False,
     ):
+        self.phases = phases
+        self.delayed = delayed
         self.max_batch = max_batch
         self.k = k
         self.chunk = chunk
         self.prefill_rows = prefill_rows
-        self._batches = _up_to(max_batch, batch_buckets or _quarters(max_batch, 1, 1))
+        self._batches = _up_to(max_batch, batch_buckets or _batch_sizes(max_batch))
         # Drafts of a full-length row sit up to k positions past the longest context.
         self.width = -(-(max_context + k + 1) // 128) * 128
         contexts = context_buckets or _quarters(self.width, 1024, 128)
@@ -81,42 +90,70 @@ class Buckets:
         self, drafts: int, verifies: int, prefill: bool, context: int, features: Features
     ) -> Bucket:
         """The bucket for so many rows, positions below `context`, and their sampling parameters."""
-        rows = drafts + verifies
-        batch = _at_least(self._batches, rows) if rows else 0
-        verifies = 0 if batch <= self.k and not verifies else self.most_verifies(rows)
+        drafts, verifies = self._rows(drafts, verifies)
         chunks = self.prefill_rows if prefill else 0
         if not (verifies or chunks):
             features = features._replace(logprobs=-1)  # drafts report nothing
         return Bucket(
-            drafts=0 if batch == 1 and not drafts else self.most_drafts(batch, verifies),
+            drafts=drafts,
             verifies=verifies,
             chunks=chunks,
             context=_at_least(self._contexts, context),
             **features._asdict(),
         )
 
+    def _rows(self, drafts: int, verifies: int) -> tuple[int, int]:
+        """Draft and verify rows of the bucket for so many."""
+        if not (drafts or verifies):
+            return 0, 0
+        batch = _at_least(self._batches, drafts + verifies)
+        if self.phases != "balanced":
+            due = self.most_verifies(batch)
+            while self.phases == "random" and due < verifies:
+                due *= 2
+            due = min(batch, due if self.phases == "random" else batch)
+            return batch * bool(drafts), due * bool(verifies)
+        verifies = 0 if batch <= self.k and not verifies else self.most_verifies(batch)
+        return 0 if batch == 1 and not drafts else self.most_drafts(batch, verifies), verifies
+
     def main(self) -> list[Bucket]:
         """What ordinary traffic uses, for warming up: without filters, penalties and logprobs."""
-        decoding = {Bucket(0, 0, 0, 0)}
+        decoding = {(0, 0)}
         for batch in self._batches:
-            if batch <= self.k:
-                decoding.add(Bucket(batch, 0, 0, 0))
-            verifies = self.most_verifies(batch)
-            drafts = 0 if batch == 1 else self.most_drafts(batch, verifies)
-            decoding.add(Bucket(drafts, verifies, 0, 0))
+            decoding |= {self._rows(batch - verifies, verifies) for verifies in range(batch + 1)}
         return sorted(
-            bucket._replace(chunks=chunks, context=context)
-            for bucket in decoding
+            Bucket(drafts, verifies, chunks, context)
+            for drafts, verifies in decoding
             for chunks in (0, self.prefill_rows)
             for context in self._contexts
-            if chunks or bucket.drafts or bucket.verifies
+            if chunks or drafts or verifies
         )
 
+    def queries(self, bucket: Bucket) -> int:
+        """Tokens of its steps, padding included."""
+        verifies = bucket.verifies * (self.k + 1)
+        return bucket.drafts + verifies + bucket.chunks * self.chunk
+
     def layout(self, bucket: Bucket) -> PlanLayout:
-        return PlanLayout(bucket, self.k + 1, self.chunk, self.max_batch)
+        commits = self.max_batch if self.delayed else 0
+        return PlanLayout(bucket, self.k + 1, self.chunk, self.max_batch, commits)
 
     def result_layout(self, bucket: Bucket) -> ResultLayout:
-        return ResultLayout(self.k + 1, bucket.logprobs)
+        return ResultLayout(self.k + 1, bucket.logprobs, self.k if self.delayed else 0)
+
+
+def _batch_sizes(largest: int) -> tuple[int, ...]:
+    """`largest`, three quarters and half of it and so on; down by quarters from 16.
+
+    Where steps take longest at most a third of one is padding, and there are not many to compile.
+    """
+    sizes = [largest]
+    while sizes[0] > 1:
+        if sizes[0] > 16:
+            sizes = [-(-sizes[0] // 2), -(-3 * sizes[0] // 4), *sizes]
+        else:
+            sizes = [-(-sizes[0] // 4), *sizes]
+    return tuple(sorted(set(sizes)))
 
 
 def _quarters(largest: int, least: int, multiple: int) -> tuple[int, ...]:

@@ -2,6 +2,9 @@
 
 The emitting rows of a step, E in all, are its verify rows and then its prefill rows, whose one
 token (where the prompt ends) stands in the first of their Q = k + 1 columns.
+
+With delayed verification a step stops at reporting: the host decides what is emitted, and the plan
+of the next step but one appends it.
 """
 
 from __future__ import annotations
@@ -75,6 +78,8 @@ class Emission:
         row, emits = self._emitting_rows(plan)
         at = self._sample_index()
         accepted, tokens = self._accept(params, state, plan, samples, samples.token[at])
+        if self.layout.delayed:
+            return state, self._report(state, plan, samples, at, accepted, tokens), accepted
 
         length, sampling = state.length[row], state.sampling
         running = emits & ~state.done[row]
@@ -106,6 +111,34 @@ class Emission:
         words += self._logprob_words(state, samples, at, tokens)
         return state, jnp.concatenate(words, axis=1), accepted
 
+    def expected_length(self, state: DecodeState, plan: Plan, accepted: jax.Array) -> jax.Array:
+        """Lengths [R] once the host has verified, but for requests that it finds to end."""
+        row, emits = self._emitting_rows(plan)
+        return state.length.at[row].add(jnp.where(emits & ~state.done[row], accepted + 1, 0))
+
+    def _report(
+        self,
+        state: DecodeState,
+        plan: Plan,
+        samples: Samples,
+        at: jax.Array,
+        accepted: jax.Array,
+        tokens: jax.Array,
+    ) -> jax.Array:
+        """What the host verifies."""
+        queries, finite = self.layout.n_queries, samples.finite[at]
+        numbers = jnp.where(finite.all(axis=1), queries, finite.argmin(axis=1)).astype(jnp.int32)
+        words = [numbers[:, None], accepted[:, None], jnp.zeros_like(accepted)[:, None], tokens]
+        words += self._logprob_words(state, samples, at, tokens)
+        chunks = self.layout.bucket.chunks
+        words.append(jnp.pad(self._drafts(state, plan.verifies[:, 0]), ((0, chunks), (0, 0))))
+        return jnp.concatenate(words, axis=1)
+
+    def _drafts(self, state: DecodeState, row: jax.Array) -> jax.Array:
+        """The drafts of batch rows `row` [V], which stand behind their histories: [V, k]."""
+        first = state.length[row]
+        return state.tokens[row[:, None], first[:, None] + jnp.arange(self.layout.n_queries - 1)]
+
     def _emitting_rows(self, plan: Plan) -> tuple[jax.Array, jax.Array]:
         """Batch row of each emitting row, and whether it may emit: [E]."""
         verify_row, chunk_row, final = plan.verifies[:, 0], plan.chunks[:, 0], plan.chunks[:, 3]
@@ -134,8 +167,7 @@ class Emission:
         if not n_verify:
             return none, sampled
         verify_row, n_drafts = plan.verifies.T
-        first = state.length[verify_row]
-        drafts = state.tokens[verify_row[:, None], first[:, None] + jnp.arange(k)]
+        drafts = self._drafts(state, verify_row)
         if self.verification == "coupled" or k == 0:
             accepted, tokens = accept_coupled(drafts, n_drafts, sampled[:n_verify])
         else:

@@ -15,6 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 
 import jax
 import numpy as np
@@ -22,12 +23,17 @@ import numpy as np
 from sparsespec_jax.config import EngineConfig, SpeculationConfig
 from sparsespec_jax.engine.buckets import Buckets
 from sparsespec_jax.engine.events import TokenEvent, token_event
-from sparsespec_jax.engine.executor import DispatchStats, Executor
+from sparsespec_jax.engine.executor import Executor
+from sparsespec_jax.engine.host_verification import HostVerifier, Verdict
+from sparsespec_jax.engine.limits import Limits
 from sparsespec_jax.engine.plan import StepResult
 from sparsespec_jax.engine.request import Request
 from sparsespec_jax.engine.scheduler import Emitting, PlannedStep, Scheduler
-from sparsespec_jax.kv.allocator import SlotAllocator
-from sparsespec_jax.kv.pool import pool_slots
+from sparsespec_jax.engine.stats import EngineStats, StepCounters
+from sparsespec_jax.kv.manager import KvManager
+from sparsespec_jax.kv.offload import CHUNKS_PER_STEP, chunk_tokens
+from sparsespec_jax.kv.pool import host_chunks, pool_slots
+from sparsespec_jax.kv.space import KvSpace
 from sparsespec_jax.models.config import ModelConfig
 from sparsespec_jax.models.parameters import Params, check_params
 from sparsespec_jax.parallel.sharding import Placement
@@ -39,22 +45,8 @@ logger = logging.getLogger(__name__)
 
 _REQUEST_IDS = itertools.count()  # of all engines: an id names one request
 PREFILL = {"gpu": (256, 8), "cpu": (64, 2)}  # tokens a row, rows a step
-STEPS_IN_FLIGHT = {"resident": 1, "sync": 0}  # dispatched, unread steps when the next is planned
-
-
-@dataclasses.dataclass(frozen=True)
-class EngineStats:
-    """A snapshot of the engine: requests, KV slots, and what its steps did so far."""
-
-    running: int
-    waiting: int
-    slots_used: int
-    slots_reserved: int
-    slots: int
-    output_tokens: int
-    step_tokens: int
-    device_wait_seconds: float
-    dispatch: DispatchStats
+# Dispatched steps not read yet when the next one is planned.
+STEPS_IN_FLIGHT = {"resident": 1, "delayed": 1, "sync": 0}
 
 
 class Engine:
@@ -90,19 +82,24 @@ class Engine:
             prefill_rows=config.prefill_rows or chunk_rows,
             batch_buckets=config.batch_buckets,
             context_buckets=config.context_buckets,
+            phases=config.phases,
+            delayed=config.overlap == "delayed",
         )
+        self._verifier = HostVerifier(self._buckets, speculation.verification)
         dtype = params["embedding"].dtype
         slots = pool_slots(model, config, self._buckets.width, dtype, device)
+        chunk = chunk_tokens(model.kv_bytes_per_token(dtype))
         self._executor = Executor(
-            model, params, config, speculation, self._buckets, slots, placement
+            model, params, config, speculation, self._buckets, slots, placement, chunk
         )
-        self._slots = slots
+        self._slots, self._kv_chunk = slots, chunk
+        self._limits = Limits(model.vocab_size, self.max_context, slots - 1, self.k)
+        self._host_chunks = host_chunks(model, config, self._buckets.width, dtype, slots, chunk)
         self._reset_host()
 
         self._entropy = secrets.randbits(64) if config.seed is None else config.seed
         self._unseeded = itertools.count()
-        self._output_tokens = self._step_tokens = 0
-        self._device_wait = 0.0
+        self._counters = StepCounters()
         self._wake = threading.Condition()
         self._inbox: deque[Request] = deque()
         self._cancelled: set[int] = set()
@@ -110,9 +107,11 @@ class Engine:
         self._thread: threading.Thread | None = None
 
     def _reset_host(self) -> None:
-        self._allocator = SlotAllocator(self._slots)
-        self._scheduler = Scheduler(self._buckets, self._allocator)
-        self._in_flight: deque[tuple[PlannedStep, jax.Array]] = deque()
+        self._space = KvSpace(self._slots, self._kv_chunk, self._host_chunks)
+        kv = KvManager(self._space, self.config.kv_policy, self.k, CHUNKS_PER_STEP)
+        self._kv_stats = kv.stats
+        self._scheduler = Scheduler(self._buckets, kv, self.config.phases)
+        self._in_flight: deque[tuple[PlannedStep, jax.Array, Future[Verdict] | None]] = deque()
         self._by_id: dict[int, Request] = {}
 
     # What callers use.
@@ -124,6 +123,7 @@ class Engine:
         sink: Callable[[TokenEvent], None],
         *,
         seed: int | None = None,
+        expected_tokens: int | None = None,
     ) -> Request:
         """Queue one completion of `prompt` (token ids).
 
@@ -131,6 +131,8 @@ class Engine:
           sink: called with every event, on the engine's thread: it must be quick. One that raises
             is not called again.
           seed: overrides `params.seed`; `params.n` is the caller's business.
+          expected_tokens: of output, for `kv_policy="conservative"` to reserve instead of the most
+            there can be. No limit.
 
         Raises ValueError if the request can never run, RuntimeError if the engine is closed.
         """
@@ -139,11 +141,12 @@ class Engine:
             seed = params.seed
         if seed is None:
             seed = sample_seed(self._entropy, next(self._unseeded))
-        prompt = self._check_prompt(prompt)
+        prompt = self._limits.check_prompt(prompt)
         validate_for_model(params, self.model.vocab_size)
         sampling = pack_row(params, seed, len(prompt), self.model.eos_token_ids)
-        max_length = self._max_length(len(prompt), params)
-        request = Request(request_id, prompt, params, sampling, max_length, sink)
+        max_length = self._limits.max_length(len(prompt), params)
+        expected = self._limits.expected_length(len(prompt), expected_tokens)
+        request = Request(request_id, prompt, params, sampling, max_length, sink, expected)
         with self._wake:
             if self._closed:
                 raise RuntimeError("the engine is closed")
@@ -168,6 +171,7 @@ class Engine:
             self._wake.notify()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
+        self._verifier.close()
         self._executor.release()
         atexit.unregister(self.close)
 
@@ -182,45 +186,14 @@ class Engine:
         return EngineStats(
             running=self._scheduler.running,
             waiting=self._scheduler.waiting + len(self._inbox),
-            slots_used=self._allocator.used,
-            slots_reserved=self._allocator.reserved,
-            slots=self._allocator.capacity,
-            output_tokens=self._output_tokens,
-            step_tokens=self._step_tokens,
-            device_wait_seconds=self._device_wait,
+            parked=self._scheduler.parked,
+            slots=self._space.capacity,
+            slots_used=self._space.capacity - self._space.free,
+            tokens_offloaded=self._space.away,
+            kv=dataclasses.replace(self._kv_stats),
             dispatch=dataclasses.replace(self._executor.stats),
+            **dataclasses.asdict(self._counters),
         )
-
-    def _check_prompt(self, prompt: Sequence[int] | np.ndarray) -> np.ndarray:
-        prompt = np.asarray(prompt)
-        if prompt.ndim != 1 or len(prompt) == 0:
-            raise ValueError(
-                f"prompt must be a non-empty list of token ids, got shape {prompt.shape}"
-            )
-        if not np.issubdtype(prompt.dtype, np.integer):
-            raise ValueError(f"prompt must hold integers, got {prompt.dtype}")
-        vocab = self.model.vocab_size
-        if (bad := prompt[(prompt < 0) | (prompt >= vocab)]).size:
-            raise ValueError(f"prompt holds token id {bad[0]}, allowed are 0 to {vocab - 1}")
-        if len(prompt) >= self.max_context:
-            raise ValueError(
-                f"prompt has {len(prompt)} tokens, which leaves no room in the context of "
-                f"{self.max_context}"
-            )
-        return prompt.astype(np.int32)
-
-    def _max_length(self, prompt_length: int, params: SamplingParams) -> int:
-        most = min(self.max_context, self._allocator.capacity - self.k)
-        if params.max_tokens is None:
-            length = most
-        else:
-            length = min(prompt_length + params.max_tokens, self.max_context)
-        if length > most or length <= prompt_length:
-            raise ValueError(
-                f"{prompt_length} prompt tokens and max_tokens={params.max_tokens} can never fit: "
-                f"the KV pool holds {self._allocator.capacity} tokens, {self.k} of them for drafts"
-            )
-        return length
 
     # The engine's thread.
 
@@ -255,28 +228,40 @@ class Engine:
         """Dispatch one step, then read results until few enough are in flight."""
         planned = self._scheduler.plan()
         if planned is not None:
+            self._executor.move(planned.moves)
             result = self._executor.dispatch(planned.bucket, planned.packed)
-            self._in_flight.append((planned, result))
-            self._step_tokens += planned.tokens
-            self._note_admissions(planned)
+            delayed = self._buckets.delayed
+            verdict = self._verifier.submit(planned, result) if delayed else None
+            self._in_flight.append((planned, result, verdict))
+            self._note(planned)
+        else:
+            self._executor.move(self._scheduler.take_moves())
         keep = STEPS_IN_FLIGHT[self.config.overlap] if planned is not None else 0
         while len(self._in_flight) > keep:
             self._read(*self._in_flight.popleft())
             if planned is None:
                 break  # something may have become possible
 
-    def _note_admissions(self, planned: PlannedStep) -> None:
+    def _note(self, planned: PlannedStep) -> None:
+        self._counters.step_tokens += planned.tokens
+        self._counters.step_queries += self._buckets.queries(planned.bucket)
+        self._counters.steps_with_moves += bool(planned.moves)
+        self._counters.stalled += planned.stalled
         now = time.monotonic()
         for request in planned.admitted:
             request.stats.admitted = now
 
-    def _read(self, planned: PlannedStep, result: jax.Array) -> None:
+    def _read(
+        self, planned: PlannedStep, result: jax.Array, verdict: Future[Verdict] | None
+    ) -> None:
         start = time.perf_counter()
-        values = np.asarray(result)
-        self._device_wait += time.perf_counter() - start
-        if not planned.emitting:
-            return
-        unpacked = self._buckets.result_layout(planned.bucket).unpack(values)
+        if verdict is None:
+            unpacked = self._buckets.result_layout(planned.bucket).unpack(np.asarray(result))
+        else:
+            unpacked = verdict.result().result
+            if self._in_flight and not self._in_flight[-1][1].is_ready():
+                self._counters.hidden_seconds += verdict.result().seconds
+        self._counters.device_wait_seconds += time.perf_counter() - start
         for emitting in planned.emitting:
             self._read_row(emitting, unpacked)
 
@@ -285,11 +270,13 @@ class Engine:
         emitted, finish = int(result.emitted[entry]), int(result.finish[entry])
         if not self._scheduler.read(emitting, emitted, finish != RUNNING):
             return
+        if self._buckets.delayed and finish == RUNNING:
+            self._scheduler.commit(emitting.row, emitted, int(result.tokens[entry, emitted - 1]))
         stats = request.stats
         if emitted:
             stats.first_token = stats.first_token or time.monotonic()
             stats.output_tokens += emitted
-            self._output_tokens += emitted
+            self._counters.output_tokens += emitted
         if emitted and emitting.n_drafts is not None:
             accepted = int(result.accepted[entry])
             stats.count_cycle(self.k, emitting.n_drafts, accepted, emitted, last=finish != RUNNING)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -17,12 +19,16 @@ from sparsespec_jax.engine.buckets import Buckets
 from sparsespec_jax.engine.plan import Bucket
 from sparsespec_jax.engine.state import DecodeState, initial_state
 from sparsespec_jax.engine.step import Step
+from sparsespec_jax.kv.offload import KvOffload
 from sparsespec_jax.kv.pool import Pools, make_pools
+from sparsespec_jax.kv.space import Move
 from sparsespec_jax.models.config import ModelConfig
 from sparsespec_jax.models.parameters import Params
 from sparsespec_jax.parallel.sharding import Placement
 
 logger = logging.getLogger(__name__)
+
+_COMPILING = 8  # steps at once: tracing takes turns, what follows does not
 
 
 @dataclasses.dataclass
@@ -47,7 +53,9 @@ class Executor:
         buckets: Buckets,
         slots: int,
         placement: Placement,
+        kv_chunk: int = 1,
     ):
+        """`kv_chunk`: tokens of the chunks that `move` takes."""
         self._model = model
         self._params = params
         self._config = config
@@ -55,6 +63,8 @@ class Executor:
         self._buckets = buckets
         self._slots = slots
         self._placement = placement
+        self._kv_chunk = kv_chunk
+        self._offload: KvOffload | None = None
         self._drafter = make_drafter(model, speculation, buckets.width, config.implementation)
         self._compiled: dict[Bucket, jax.stages.Compiled] = {}
         self.stats = DispatchStats()
@@ -66,10 +76,17 @@ class Executor:
 
     def release(self) -> None:
         """Let go of all device arrays; nothing can be dispatched any more."""
+        self._close_offload()
         self._params = self._pools = self._state = None
+
+    def _close_offload(self) -> None:
+        if self._offload is not None:
+            self._offload.close()
+        self._offload = None
 
     def reset(self) -> None:
         """Start over with an empty pool and no rows."""
+        self._close_offload()
         self._pools = self._state = None  # free the old ones first
         self._pools = make_pools(self._model, self._slots, self.dtype, self._placement)
         self._state = jax.jit(self._initial_state, out_shardings=self._placement.replicated)()
@@ -85,6 +102,16 @@ class Executor:
     def transform(self, change: Callable[[Pools, DecodeState], tuple[Pools, DecodeState]]) -> None:
         """Go on from what `change` makes of pools and state: for runs that start in the middle."""
         self._pools, self._state = change(self._pools, self._state)
+
+    def move(self, moves: list[Move]) -> None:
+        """Enqueue moves of KV between the pool and host memory, before the next step."""
+        if not moves:
+            return
+        if self._offload is None:
+            self._offload = KvOffload(self._placement, self._kv_chunk)
+        table = self._state.page_table
+        self._pools, table = self._offload.move(moves, self._pools, table)
+        self._state = self._state._replace(page_table=table)
 
     def dispatch(self, bucket: Bucket, packed: np.ndarray) -> jax.Array:
         """Enqueue a step and return its packed result, whose copy to the host is under way."""
@@ -126,9 +153,11 @@ class Executor:
         return jitted.trace(*arguments, packed).lower(**kwargs)
 
     def warmup(self, buckets: list[Bucket], progress: Callable | None = None) -> None:
-        """Compile `buckets` ahead of use."""
-        for bucket in progress(buckets) if progress else buckets:
-            self.compile(bucket)
+        """Compile `buckets` ahead of use, several at a time."""
+        with ThreadPoolExecutor(min(_COMPILING, os.cpu_count() or 1)) as pool:
+            done = [pool.submit(self.compile, bucket) for bucket in buckets]
+            for future in progress(done) if progress else done:
+                future.result()
 
 
 def _abstract(array: jax.Array) -> jax.ShapeDtypeStruct:

@@ -16,6 +16,7 @@ import numpy as np
 from sparsespec_jax.sampling.rows import NEUTRAL_ROW, ROW_WORDS
 
 ADMISSION_WORDS = 3 + ROW_WORDS  # row, length, max_length, sampling parameters
+COMMIT_WORDS = 3  # row, new tokens, the last of them
 NON_FINITE = 3  # finish code, beside those of sampling/verification.py: the logits are no numbers
 UPDATES_PER_CHUNK = 512  # page-table entries that a prefill row brings at least
 
@@ -46,6 +47,8 @@ class Plan(NamedTuple):
     drafts: [D, 2] row, index of the draft in its cycle.
     verifies: [V, 2] row, drafts to verify.
     chunks: [C, 4] row, first position, tokens, 1 if the prompt ends here.
+    commits: [M, COMMIT_WORDS] rows that the host has verified, new tokens, the last of them; the
+      others are the row's drafts, which its history holds already.
     """
 
     updates: np.ndarray | jax.Array
@@ -53,16 +56,26 @@ class Plan(NamedTuple):
     drafts: np.ndarray | jax.Array
     verifies: np.ndarray | jax.Array
     chunks: np.ndarray | jax.Array
+    commits: np.ndarray | jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
 class PlanLayout:
-    """Where the sections of a bucket's plan lie in its packed array."""
+    """Where the sections of a bucket's plan lie in its packed array.
+
+    commits: entries of that section; 0 where the device verifies, as it does by default.
+    """
 
     bucket: Bucket
     n_queries: int
     chunk: int
     trash_row: int
+    commits: int = 0
+
+    @property
+    def delayed(self) -> bool:
+        """Whether the host verifies, and the step only reports what it needs for that."""
+        return self.commits > 0
 
     @property
     def max_updates(self) -> int:
@@ -78,6 +91,7 @@ class PlanLayout:
             drafts=(bucket.drafts, 2),
             verifies=(bucket.verifies, 2),
             chunks=(bucket.chunks, 4),
+            commits=(self.commits, COMMIT_WORDS),
         )
 
     @property
@@ -109,23 +123,28 @@ class ResultLayout:
     Words: emitted tokens, accepted drafts, finish code, the tokens [n_queries]; with logprobs also
     the chosen tokens' logprobs [n_queries], then ids and logprobs of the top alternatives
     [n_queries, top] each; floats are bit-cast.
+
+    drafts: draft tokens at the end of each row, for the host to verify. With delayed verification
+    the first three words are: queries before the first whose logits are no numbers, drafts that
+    rejection sampling accepts, 0 (`host_verification.verify`).
     """
 
     n_queries: int
     logprobs: int
+    drafts: int = 0
 
     @property
     def words(self) -> int:
         per_token = 1 if self.logprobs < 0 else 2 + 2 * self.logprobs
-        return 3 + self.n_queries * per_token
+        return 3 + self.n_queries * per_token + self.drafts
 
     def unpack(self, result: np.ndarray) -> StepResult:
         n, queries, top = result.shape[0], self.n_queries, max(self.logprobs, 0)
-        sizes = [queries, queries, queries * top, queries * top]
+        sizes = [queries, queries, queries * top, queries * top, self.drafts]
         if self.logprobs < 0:
             sizes[1] = 0
         ends = np.cumsum([3, *sizes])
-        tokens, chosen, ids, values = (
+        tokens, chosen, ids, values, drafts = (
             result[:, start:end] for start, end in itertools.pairwise(ends)
         )
         return StepResult(
@@ -136,6 +155,7 @@ class ResultLayout:
             logprobs=np.ascontiguousarray(chosen).view(np.float32),
             top_ids=ids.reshape(n, queries, top),
             top_logprobs=np.ascontiguousarray(values).view(np.float32).reshape(n, queries, top),
+            drafts=drafts,
         )
 
 
@@ -149,3 +169,4 @@ class StepResult(NamedTuple):
     logprobs: np.ndarray
     top_ids: np.ndarray
     top_logprobs: np.ndarray
+    drafts: np.ndarray

@@ -50,6 +50,18 @@ class RequestStats:
             self.full_accepted += accepted
 
     @property
+    def time_to_first_token(self) -> float | None:
+        """Seconds from submission; None before there is one."""
+        return None if self.first_token is None else self.first_token - self.submitted
+
+    @property
+    def time_per_output_token(self) -> float | None:
+        """Seconds a token after the first; None before the end, or if there was but one."""
+        if self.finished is None or self.output_tokens < 2:
+            return None
+        return (self.finished - self.first_token) / (self.output_tokens - 1)
+
+    @property
     def mean_accepted(self) -> float | None:
         """Accepted drafts of a full cycle; None before there was one, or without drafts."""
         if not self.full_cycles or not len(self.accepted_at):
@@ -61,7 +73,9 @@ class RequestStats:
 class Request:
     """One completion to generate.
 
-    prompt: int32 [n]. max_length: tokens at most, the prompt's included.
+    prompt: int32 [n]. max_length: tokens at most, the prompt's included. expected_length: what is
+    reserved for it where admission looks ahead; None: `max_length`. turn: its place in line, by
+    arrival and priority.
     sampling: int32 [ROW_WORDS], `params` and the seed as the device wants them.
     """
 
@@ -71,8 +85,11 @@ class Request:
     sampling: np.ndarray
     max_length: int
     sink: Callable[[TokenEvent], None]
+    expected_length: int | None = None
+    turn: int = 0
     stats: RequestStats = dataclasses.field(default_factory=RequestStats)
 
     def __post_init__(self):
+        self.expected_length = self.expected_length or self.max_length
         self.prefix_key = PrefixCache.key(self.prompt)
         self.stats.prompt_tokens = len(self.prompt)

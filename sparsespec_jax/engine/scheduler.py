@@ -6,54 +6,22 @@ one verification), and its length is known as a range. Rows found finished late 
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
-from collections import deque
+import itertools
+from collections.abc import Sequence
 
 import numpy as np
 
+from sparsespec_jax.config import Phases
 from sparsespec_jax.engine.buckets import Buckets, Features
 from sparsespec_jax.engine.plan import Bucket, Plan
 from sparsespec_jax.engine.request import Request
-from sparsespec_jax.kv.allocator import SlotAllocator
-from sparsespec_jax.kv.prefix import Prefix, PrefixCache
+from sparsespec_jax.engine.row import Row
+from sparsespec_jax.kv.manager import Holding, KvManager
+from sparsespec_jax.kv.space import Move
 
-
-@dataclasses.dataclass(eq=False)
-class Row:
-    """A request in the device batch.
-
-    reserved: slots promised to it, those of its prefix not included.
-    slots: the ones it has taken.
-    announced: whether the device knows of the request.
-    prefilled: prompt tokens whose KV is written or dispatched to be.
-    mapped: positions whose page-table entries the device has.
-    phase: 0..k-1 the draft it makes next, k it verifies; None while it prefills.
-    first_phase: where in its cycle it started: a first cycle can be short.
-    known_length: tokens, as far as results have been read.
-    unread: tokens that dispatched steps may have added since.
-    """
-
-    index: int
-    request: Request
-    prefix: Prefix
-    reserved: int
-    slots: list[np.ndarray] = dataclasses.field(default_factory=list)
-    announced: bool = False
-    prefilled: int = 0
-    mapped: int = 0
-    phase: int | None = None
-    first_phase: int = 0
-    known_length: int = 0
-    unread: int = 0
-
-    @property
-    def prompt_length(self) -> int:
-        return len(self.request.prompt)
-
-    @property
-    def longest(self) -> int:
-        """The most tokens the row can have, given the results not read yet."""
-        return min(self.known_length + self.unread, self.request.max_length)
+PRIORITY_TURNS = 64  # earlier arrivals that a point of priority overtakes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,28 +38,35 @@ class Emitting:
 class PlannedStep:
     """A step to dispatch, and whom its result concerns.
 
+    moves: what must happen to the KV before it, in order.
     tokens: the step's tokens that are not padding.
+    stalled: rows that had to sit out, for want of slots.
     """
 
     bucket: Bucket
     packed: np.ndarray
+    moves: list[Move]
     emitting: list[Emitting]
     admitted: list[Request]
     tokens: int
+    stalled: int
 
 
 class Scheduler:
     """Waiting and running requests, their rows and slots; `plan` makes the next step of them."""
 
-    def __init__(self, buckets: Buckets, allocator: SlotAllocator):
+    def __init__(self, buckets: Buckets, kv: KvManager, phases: Phases = "balanced"):
         self._buckets = buckets
-        self._allocator = allocator
-        self._prefixes = PrefixCache(allocator)
+        self._kv = kv
         self._k = buckets.k
+        self._phases = phases
+        self._random = np.random.default_rng(0)
         self._features = Features()
-        self._waiting: deque[Request] = deque()
-        self._rows: dict[int, Row] = {}
+        self._arrivals = itertools.count()
+        self._waiting: list[Request] = []  # by turn
+        self._rows: dict[int, Row] = {}  # in order of admission
         self._free_rows = list(range(buckets.max_batch - 1, -1, -1))
+        self._commits: list[tuple[Row, int, int]] = []
 
     @property
     def waiting(self) -> int:
@@ -99,7 +74,15 @@ class Scheduler:
 
     @property
     def running(self) -> int:
-        return len(self._rows)
+        return len(self._rows) - self._kv.parked
+
+    @property
+    def parked(self) -> int:
+        return self._kv.parked
+
+    def take_moves(self) -> list[Move]:
+        """KV moves that no step has taken along: what was forgotten since the last one."""
+        return self._kv.take_moves()
 
     def requests(self) -> list[Request]:
         return [*(row.request for row in self._rows.values()), *self._waiting]
@@ -115,8 +98,9 @@ class Scheduler:
         if not (self._rows or self._waiting):
             self._features = Features()
         self._features = self._features.including(request.params)
-        self._waiting.append(request)
-        self._prefixes.enqueue(request.prefix_key)
+        request.turn = next(self._arrivals) - PRIORITY_TURNS * request.params.priority
+        bisect.insort(self._waiting, request, key=lambda other: other.turn)
+        self._kv.enqueue(request.prefix_key)
 
     def remove(self, request: Request) -> None:
         """Forget a request, wherever it is. Steps already dispatched may still run its row."""
@@ -125,62 +109,70 @@ class Scheduler:
                 return self._retire(row)
         if request in self._waiting:
             self._waiting.remove(request)
-            self._prefixes.dequeue(request.prefix_key)
+            self._kv.dequeue(request.prefix_key)
 
     def read(self, emitting: Emitting, emitted: int, finished: bool) -> bool:
         """Take note of a result; False if the row has moved on to another request meanwhile."""
         row = emitting.row
         if self._rows.get(row.index) is not row:
             return False
-        row.unread -= emitting.most_tokens
-        row.known_length += emitted
+        row.kv.unread -= emitting.most_tokens
+        row.kv.length += emitted
         if finished:
             self._retire(row)
         return True
 
+    def commit(self, row: Row, emitted: int, last_token: int) -> None:
+        """Tell the device with the next step what the host has verified; there the row goes on."""
+        row.sits_out, row.phase = False, row.first_phase
+        self._commits.append((row, emitted, last_token))
+
     def _retire(self, row: Row) -> None:
         del self._rows[row.index]
         self._free_rows.append(row.index)
-        if row.slots:
-            self._allocator.give_back(np.concatenate(row.slots))
-        self._allocator.release(row.reserved)
-        self._prefixes.release(row.prefix)
+        self._kv.release(row.kv)
 
     def _admit(self) -> list[Request]:
-        """First come, first served; a request reserves the most slots it may ever need."""
+        """In turn: nobody overtakes the first in line, for whom room is made."""
         admitted = []
         while self._waiting and self._free_rows:
             request = self._waiting[0]
-            prompt_length = len(request.prompt)
-            own = request.max_length + self._k - (prompt_length - 1)
-            shared = self._prefixes.missing_slots(request.prefix_key, prompt_length)
-            if not self._allocator.reserve(own + shared):
-                # The first in line goes before prefixes kept for those behind it.
-                self._prefixes.drop_idle(keep=request.prefix_key)
-                if not self._allocator.reserve(own + shared):
-                    break
-            self._waiting.popleft()
-            prefix = self._prefixes.acquire(request.prefix_key, prompt_length)
-            self._prefixes.dequeue(request.prefix_key)
-            index = self._free_rows.pop()
-            self._rows[index] = Row(index, request, prefix, own, known_length=prompt_length)
+            most = request.expected_length + self._k
+            index = self._free_rows[-1]
+            kv = self._kv.admit(index, request.turn, request.prefix_key, len(request.prompt), most)
+            if kv is None:
+                break
+            del self._waiting[0]
+            self._free_rows.pop()
+            self._rows[index] = Row(request, kv)
             admitted.append(request)
         return admitted
+
+    def _resume(self) -> None:
+        for kv in self._kv.resume():
+            row = self._rows[kv.row]
+            if not kv.mapped:  # its KV is to be computed, from all its tokens
+                row.phase, row.prefilled = None, 0
+            elif row.phase is not None:
+                drafted, row.phase = row.drafted, None
+                row.phase = self._join(drafted)
+                row.first_phase = row.phase - drafted
 
     # One step.
 
     def plan(self) -> PlannedStep | None:
         """The next step, or None if there is nothing to do until a result is read."""
+        self._resume()
         admitted = self._admit()
-        prefilling = [row for row in self._rows.values() if row.phase is None]
-        drafting = [
-            row for row in self._rows.values() if row.phase is not None and row.phase < self._k
-        ]
-        verifying = [row for row in self._rows.values() if row.phase == self._k]
-        if not (prefilling or drafting or verifying):
+        self._kv.make_room(self._growth)
+        rows = [row for row in self._rows.values() if not (row.kv.parked or row.sits_out)]
+        prefilling = [row for row in rows if row.phase is None]
+        drafting = [row for row in rows if row.phase is not None and row.phase < self._k]
+        verifying = [row for row in rows if row.phase == self._k]
+        if not rows:
             return None
         ends = [row.longest + self._k for row in drafting + verifying]
-        ends += [row.prompt_length for row in prefilling]
+        ends += [row.kv.target for row in prefilling]
         bucket = self._buckets.smallest(
             len(drafting), len(verifying), bool(prefilling), max(ends), self._features
         )
@@ -188,30 +180,51 @@ class Scheduler:
         drafting, verifying = drafting[: bucket.drafts], verifying[: bucket.verifies]
         layout = self._buckets.layout(bucket)
         packed, plan = layout.empty()
-        updates = _Updates(plan, self._allocator)
+        updates = _Updates(plan, self._kv)
 
-        for row in drafting + verifying:
-            updates.map(row, row.longest + self._k)
-        emitting = self._plan_verifies(plan, bucket, verifying)
+        mapped = {row for row in drafting + verifying if updates.map(row, row.longest + self._k)}
+        stalled = len(drafting) + len(verifying) - len(mapped)
+        drafting = [row for row in drafting if row in mapped]
+        self._plan_commits(plan)
+        emitting = self._plan_verifies(plan, bucket, [row for row in verifying if row in mapped])
         self._plan_drafts(plan, drafting)
         emitting += self._plan_chunks(plan, bucket, prefilling, updates)
         tokens = len(drafting) + sum(e.most_tokens for e in emitting if e.n_drafts is not None)
         tokens += int(plan.chunks[:, 2].sum())
-        return PlannedStep(bucket, packed, emitting, admitted, tokens)
+        moves = self._kv.take_moves()
+        return PlannedStep(bucket, packed, moves, emitting, admitted, tokens, stalled)
+
+    def _growth(self, holdings: Sequence[Holding]) -> int:
+        """Slots that the rows may take in the next step."""
+        rows = [self._rows[holding.row] for holding in holdings]
+        prompts = sum(row.kv.due for row in rows if row.phase is None)
+        decoding = [row.longest + self._k - row.kv.mapped for row in rows if row.phase is not None]
+        chunks = self._buckets.prefill_rows * self._buckets.chunk
+        return min(prompts, chunks) + sum(max(0, count) for count in decoding)
+
+    def _plan_commits(self, plan: Plan) -> None:
+        live = [commit for commit in self._commits if self._rows.get(commit[0].index) is commit[0]]
+        for entry, (row, emitted, last_token) in enumerate(live):
+            plan.commits[entry] = row.index, emitted, last_token
+        self._commits.clear()
+        for row in self._rows.values():
+            if row.sits_out:
+                row.phase += 1
 
     def _plan_drafts(self, plan: Plan, rows: list[Row]) -> None:
         for entry, row in enumerate(rows):
-            plan.drafts[entry] = row.index, row.phase - row.first_phase
+            plan.drafts[entry] = row.index, row.drafted
             row.phase += 1
 
     def _plan_verifies(self, plan: Plan, bucket: Bucket, rows: list[Row]) -> list[Emitting]:
         emitting = []
         for entry, row in enumerate(rows):
-            n_drafts = self._k - row.first_phase
+            n_drafts = row.drafted
             plan.verifies[entry] = row.index, n_drafts
             emitting.append(Emitting(row, entry, n_drafts + 1, n_drafts))
-            row.unread += n_drafts + 1
-            row.phase = row.first_phase = 0
+            row.kv.unread += n_drafts + 1
+            row.sits_out = self._buckets.delayed
+            row.phase, row.first_phase = -row.sits_out, 0
         return emitting
 
     def _plan_chunks(
@@ -229,66 +242,72 @@ class Scheduler:
             if not row.announced:
                 plan.admissions[entry] = self._admission(row)
                 row.announced = True
-                if row.prefix.ready:
-                    row.prefilled = row.request.stats.shared_tokens = len(row.prefix)
-            while entry < bucket.chunks and row.prefilled < row.prompt_length:
-                end = min(row.prefilled + self._buckets.chunk, row.prompt_length)
+                if row.kv.prefix.ready:
+                    row.request.stats.shared_tokens = len(row.kv.prefix)
+            if not row.kv.mapped and row.kv.prefix.ready:
+                row.prefilled = len(row.kv.prefix)
+            while entry < bucket.chunks and row.prefilled < row.kv.target:
+                end = min(row.prefilled + self._buckets.chunk, row.kv.target)
                 if not updates.map(row, end):
                     return emitting
-                final = end == row.prompt_length
+                final = end == row.kv.target
                 plan.chunks[entry] = row.index, row.prefilled, end - row.prefilled, final
                 row.prefilled = end
                 if final:
                     emitting.append(Emitting(row, first_result + entry, 1, None))
-                    self._start_decoding(row)
+                    row.kv.prefix.ready = True
+                    row.kv.unread += 1
+                    row.sits_out = self._buckets.delayed
+                    row.first_phase = self._join(later=int(row.sits_out))
+                    row.phase = row.first_phase - row.sits_out
                 entry += 1
         return emitting
 
     def _admission(self, row: Row) -> np.ndarray:
-        head = [row.index, row.prompt_length, row.request.max_length]
-        return np.concatenate([head, row.request.sampling])
+        request = row.request
+        head = [row.index, len(request.prompt), request.max_length]
+        return np.concatenate([head, request.sampling])
 
-    def _start_decoding(self, row: Row) -> None:
-        """Join the emptiest phase, so that every step has about as many tokens as the others."""
-        row.prefix.ready = True
-        row.unread += 1
-        phases = [other.phase for other in self._rows.values() if other.phase is not None]
+    def _join(self, drafted: int = 0, later: int = 0) -> int:
+        """The phase of a row that starts to decode, or goes on with so many drafts: the emptiest.
+
+        Every step then has about as many tokens as the others. `later`: steps it sits out first.
+        """
+        running = (row for row in self._rows.values() if not row.kv.parked)
+        phases = [row.phase + later for row in running if row.phase is not None]
+        phases = [phase for phase in phases if 0 <= phase <= self._k]  # the others sit out then
+        if self._phases == "lockstep" and phases:
+            return max(phases[0], drafted)
+        if self._phases == "random":
+            return int(self._random.integers(drafted, self._k + 1))
         counts = np.bincount(phases, minlength=self._k + 1)
-        row.phase = row.first_phase = int(counts.argmin())
+        return drafted + int(counts[drafted:].argmin())
 
 
 class _Updates:
     """Fills the page-table section of a plan."""
 
-    def __init__(self, plan: Plan, allocator: SlotAllocator):
+    def __init__(self, plan: Plan, kv: KvManager):
         self._entries = plan.updates
-        self._allocator = allocator
+        self._kv = kv
         self._used = 0
 
     def map(self, row: Row, end: int) -> bool:
         """Map the row's positions up to `end`, or as many as fit; True if all of them are."""
-        count = min(end - row.mapped, len(self._entries) - self._used)
-        if count > 0:
+        start = row.kv.mapped
+        slots = self._kv.take(row.kv, min(end - start, len(self._entries) - self._used))
+        if count := len(slots):
             span = slice(self._used, self._used + count)
-            positions = np.arange(row.mapped, row.mapped + count)
             self._entries[span, 0] = row.index
-            self._entries[span, 1] = positions
-            self._entries[span, 2] = self._slots(row, positions)
-            self._entries[span, 3] = self._known_tokens(row, positions)
+            self._entries[span, 1] = np.arange(start, start + count)
+            self._entries[span, 2] = slots
+            self._entries[span, 3] = self._known_tokens(row, start, count)
             self._used += count
-            row.mapped += count
-        return row.mapped >= end
-
-    def _slots(self, row: Row, positions: np.ndarray) -> np.ndarray:
-        """The prefix's slots for what it covers, then fresh ones."""
-        shared = row.prefix.slots[positions[0] : positions[-1] + 1]
-        fresh = self._allocator.take(len(positions) - len(shared))
-        row.slots.append(fresh)
-        return np.concatenate([shared, fresh])
+        return row.kv.mapped >= end
 
     @staticmethod
-    def _known_tokens(row: Row, positions: np.ndarray) -> np.ndarray:
-        tokens = np.full(len(positions), -1, np.int32)
-        prompt = row.request.prompt[positions[0] : positions[-1] + 1]
+    def _known_tokens(row: Row, start: int, count: int) -> np.ndarray:
+        tokens = np.full(count, -1, np.int32)
+        prompt = row.request.prompt[start : start + count]
         tokens[: len(prompt)] = prompt
         return tokens

@@ -54,6 +54,14 @@ def initial_state(
     )
 
 
+def apply_commits(state: DecodeState, plan: Plan) -> DecodeState:
+    """Append what the host accepted. Padding puts the trash row's one token where it is."""
+    row, count, last_token = plan.commits.T
+    length = state.length.at[row].add(count)
+    tokens = state.tokens.at[row, length[row] - 1].set(last_token)
+    return state._replace(tokens=tokens, length=length)
+
+
 def apply_updates(state: DecodeState, plan: Plan) -> DecodeState:
     """Admit the plan's new requests and enter its page-table entries and prompt tokens."""
     row, position, slot, token = plan.updates.T

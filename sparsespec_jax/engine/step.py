@@ -25,7 +25,7 @@ from sparsespec_jax.config import Implementation, Verification
 from sparsespec_jax.drafters.base import Drafter, Verified
 from sparsespec_jax.engine.emission import Emission
 from sparsespec_jax.engine.plan import Plan, PlanLayout
-from sparsespec_jax.engine.state import DecodeState, apply_updates
+from sparsespec_jax.engine.state import DecodeState, apply_commits, apply_updates
 from sparsespec_jax.kv.pool import Pools
 from sparsespec_jax.models import decoder
 from sparsespec_jax.models.config import ModelConfig
@@ -60,6 +60,8 @@ class Step:
         """New pools and state (both donated), and the packed result (`plan.ResultLayout`)."""
         plan = self.layout.unpack(packed)
         state = apply_updates(state, plan)
+        if self.layout.delayed:
+            state = apply_commits(state, plan)
         queries = self._queries(state, plan)
         hidden, pools, scores = self._forward(params, pools, state, plan, queries)
 
@@ -72,8 +74,11 @@ class Step:
         state = self._record_drafts(state, plan, queries, hidden, samples.token)
         old_length = state.length
         state, result, accepted = emission.emit(params, state, plan, samples)
+        length = state.length
+        if self.layout.delayed:
+            length = emission.expected_length(state, plan, accepted)
         if scores is not None:
-            verified = self._verified(plan, queries, old_length, state.length, scores, accepted)
+            verified = self._verified(plan, queries, old_length, length, scores, accepted)
             state = state._replace(drafter=self.drafter.update(state.drafter, verified))
         return pools, state, result
 

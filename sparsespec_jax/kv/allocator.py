@@ -8,11 +8,7 @@ TRASH_SLOT = 0
 
 
 class SlotAllocator:
-    """A stack of free slots, and a count of those that are promised but not yet taken.
-
-    A request reserves what it may need at most when it is admitted, and takes slots as it grows;
-    taking within a reservation never fails.
-    """
+    """A stack of free slots."""
 
     def __init__(self, slots: int):
         """`slots`: size of the pool, the trash slot included."""
@@ -22,7 +18,6 @@ class SlotAllocator:
         self._free = np.arange(self.capacity, 0, -1, dtype=np.int32)
         self._n_free = self.capacity
         self._owned = np.zeros(slots, bool)
-        self.reserved = 0
 
     @property
     def free(self) -> int:
@@ -31,19 +26,6 @@ class SlotAllocator:
     @property
     def used(self) -> int:
         return self.capacity - self._n_free
-
-    def reserve(self, count: int) -> bool:
-        """Promise `count` slots; False (and no promise) when they are not to be had."""
-        if self.reserved + count > self.capacity:
-            return False
-        self.reserved += count
-        return True
-
-    def release(self, count: int) -> None:
-        """Give back a promise of `count` slots."""
-        if count > self.reserved:
-            raise ValueError(f"cannot release {count} slots of {self.reserved} reserved ones")
-        self.reserved -= count
 
     def take(self, count: int) -> np.ndarray:
         """`count` free slots, int32."""

@@ -16,6 +16,7 @@ logger = logging.getLogger(__name__)
 
 GPU_FRACTION = 0.85
 CPU_BYTES = 2 * 2**30
+HOST_FRACTION = 0.5
 
 Pools = tuple[tuple[jax.Array, jax.Array], ...]  # keys and values of each layer
 
@@ -52,6 +53,25 @@ def pool_slots(
         )
     logger.info("KV pool: %d slots, %.2f GiB", slots, slots * token_bytes / 2**30)
     return slots
+
+
+def host_chunks(
+    model: ModelConfig, config: EngineConfig, width: int, dtype: jnp.dtype, slots: int, chunk: int
+) -> int:
+    """Chunks of `chunk` tokens that host memory may hold, for `config.max_host_kv_bytes`.
+
+    No more than `max_batch` requests of `width` tokens need beside a pool of `slots`, and two more
+    for each request, since every row and every prefix has a chunk that is not full.
+    """
+    if config.kv_policy == "recompute":
+        return 0
+    chunk_bytes = chunk * model.kv_bytes_per_token(dtype)
+    most = config.max_host_kv_bytes
+    if most is None:
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        most = int(HOST_FRACTION * free)
+    useful = -(-max(0, config.max_batch * width - slots) // chunk) + 2 * config.max_batch
+    return min(most // chunk_bytes, useful)
 
 
 def _pool_bytes(memory: float | int | None, device: jax.Device) -> int:

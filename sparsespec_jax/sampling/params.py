@@ -30,6 +30,7 @@ _INTEGER_RANGES = {
     "top_k": (-1, MAX_INT32),
     "n": (1, MAX_INT32),
     "min_tokens": (0, MAX_INT32),
+    "priority": (-1000, 1000),
 }
 _OPTIONAL_INTEGER_RANGES = {
     "seed": (0, 2**64 - 1),
@@ -73,6 +74,8 @@ class SamplingParams:
         and min_p. "raw" is log_softmax of the model's logits.
       include_stop_str_in_output: keep the stop string at the end of the text.
       skip_special_tokens: leave special tokens out of the text.
+      priority: the higher, the sooner it runs: each point is worth 64 requests submitted before,
+        so that nobody waits forever.
 
     Raises:
       ValueError: naming the field, the value and what is allowed.
@@ -97,6 +100,7 @@ class SamplingParams:
     logprobs_mode: Literal["processed", "raw"] = "processed"
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    priority: int = 0
 
     def __post_init__(self) -> None:
         for name, bounds in _REAL_RANGES.items():

@@ -6,6 +6,7 @@ of `ROW_WORDS` int32 words (floats and the seed bitcast), because one packed arr
 times faster than a dozen small ones.
 """
 
+import itertools
 from typing import NamedTuple
 
 import jax
@@ -67,7 +68,13 @@ _LAYOUT: dict[str, tuple[int | None, type]] = {
     "bias_values": (MAX_BIAS, np.float32),
 }
 assert tuple(_LAYOUT) == RowSampling._fields
-ROW_WORDS = sum(words or 1 for words, _ in _LAYOUT.values())
+_ENDS = list(itertools.accumulate(words or 1 for words, _ in _LAYOUT.values()))
+ROW_WORDS = _ENDS[-1]
+# Where each field stands in a packed row, for the host.
+FIELD_WORDS = {
+    name: slice(start, end)
+    for name, (start, end) in zip(_LAYOUT, itertools.pairwise([0, *_ENDS]), strict=True)
+}
 
 
 def pack_row(

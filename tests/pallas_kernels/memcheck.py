@@ -103,6 +103,7 @@ def compiled(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[...,
         for module, name in JITTED:  # or what is seen inside could not leave
             bare = getattr(module, name).__wrapped__
             stack.enter_context(mock.patch.object(module, name, bare))
+        stack.enter_context(jax.default_device(DEVICE))  # Pallas asks what it is
         lowered = jax.jit(program).lower(*jax.device_put((args, kwargs), DEVICE))
     run = lowered.compile()
     n_kernels += len(seen)

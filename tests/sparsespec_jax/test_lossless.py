@@ -125,10 +125,18 @@ def test_pillar_emits_what_plain_decoding_emits(name, plain_outputs):
         (SpeculationConfig(k=1, sparsity=0.3, min_budget=1), {}),
         (SpeculationConfig(k=15, sparsity=0.02, min_budget=4), {}),
         (SpeculationConfig(k=3, min_budget=1000), {"overlap": "sync", "max_batch": 3}),
+        (SpeculationConfig(k=3, min_budget=12), {"overlap": "delayed", "max_batch": 3}),
         (PILLAR, {"prefill_chunk": 5, "prefill_rows": 3, "max_batch": 2}),
         (PILLAR, {"kv_cache_memory": 520 * 512, "batch_buckets": None, "context_buckets": None}),
     ],
-    ids=["k=1", "k=15", "k=3, everything selected, sync", "small chunks", "small pool, buckets"],
+    ids=[
+        "k=1",
+        "k=15",
+        "k=3, everything selected, sync",
+        "k=3, delayed",
+        "small chunks",
+        "small pool, buckets",
+    ],
 )
 def test_no_setting_changes_the_output(speculation, config, plain_outputs):
     engine = make_engine(MODELS["qwen3"], speculation, **config)

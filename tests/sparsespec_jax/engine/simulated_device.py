@@ -16,6 +16,7 @@ from sparsespec_jax.engine.plan import Bucket, Plan
 from sparsespec_jax.engine.request import Request
 from sparsespec_jax.engine.scheduler import PlannedStep
 from sparsespec_jax.kv.allocator import TRASH_SLOT
+from sparsespec_jax.kv.space import Evict, Forget, Map, Move, Restore
 
 VOCAB = 97
 NOBODY = -1
@@ -70,9 +71,11 @@ class SimulatedDevice:
         self.max_length = np.ones(rows, np.int64)
         self.done = np.ones(rows, bool)
         self.drafted = np.zeros(rows, np.int64)
+        self.reported: dict[int, list[int]] = {}  # by rows that wait to hear what they emitted
         self.occupant: list[Script | None] = [None] * rows
         self.history = np.zeros(slots, np.uint64)  # of the KV in each slot
         self.exact = np.zeros(slots, bool)
+        self.host: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         self._powers = np.cumprod(np.full(buckets.width, 0x9E3779B97F4A7C15, np.uint64))
         self._random = np.random.default_rng(seed)
         self._scripts: dict[bytes, Script] = {}
@@ -85,7 +88,10 @@ class SimulatedDevice:
         layout = self.buckets.layout(step.bucket)
         assert step.packed.shape == (layout.size,)
         plan = layout.unpack(step.packed)
+        for move in step.moves:
+            self._move(move)
         self._admit(plan)
+        self._commit(plan)
         self._update_page_table(plan)
         drafts, verifies, chunks = self._live(plan)
         queries = self._queries(drafts, verifies, chunks)
@@ -95,6 +101,27 @@ class SimulatedDevice:
             self._read(query)
         self._draft(drafts)
         return self._emit(step.bucket, verifies, chunks)
+
+    def _move(self, move: Move) -> None:
+        """What has left its slots is not to be found there any more."""
+        match move:
+            case Evict(slots, chunk):
+                assert len(slots) > 0
+                assert slots.all()
+                assert chunk not in self.host
+                self.host[chunk] = self.history[slots], self.exact[slots]
+                self.history[slots] = 0
+            case Restore(chunk, slots):
+                self.history[slots], self.exact[slots] = self.host.pop(chunk)
+            case Map(row, position, slots):
+                assert len(slots) > 0
+                assert slots.all()
+                span = slice(position, position + len(slots))
+                request_id = self.occupant[row].request.request_id
+                assert (self.mapped_for[row, span] == request_id).all()
+                self.page_table[row, span] = slots
+            case Forget(chunk):
+                del self.host[chunk]
 
     def _admit(self, plan: Plan) -> None:
         for words in plan.admissions:
@@ -107,6 +134,16 @@ class SimulatedDevice:
             self.length[row], self.max_length[row] = words[1:3]
             self.done[row] = False
             self.drafted[row] = 0
+            self.reported.pop(row, None)
+
+    def _commit(self, plan: Plan) -> None:
+        for row, count, last_token in plan.commits:
+            if row == self.trash:
+                continue
+            new, length = self.reported.pop(row), self.length[row]
+            assert (count, last_token) == (len(new), new[-1])
+            self.tokens[row, length : length + count] = new
+            self.length[row] += count
 
     def _update_page_table(self, plan: Plan) -> None:
         seen = set()
@@ -133,6 +170,7 @@ class SimulatedDevice:
         )
         once = [*drafts[:, 0], *verifies[:, 0], *np.unique(chunks[:, 0])]
         assert len(set(once)) == len(once)
+        assert self.reported.keys().isdisjoint(once)
         return drafts, verifies, chunks
 
     def _queries(self, drafts, verifies, chunks) -> list[Query]:
@@ -146,7 +184,7 @@ class SimulatedDevice:
             queries += [Query(row, first + i, exact=True) for i in range(n_drafts + 1)]
         for row, start, count, final in chunks:
             assert 0 < count <= self.buckets.chunk
-            assert final == (start + count == len(self.occupant[row].request.prompt))
+            assert final == (start + count == self.length[row])
             queries += [Query(row, start + i, exact=True) for i in range(count)]
         return queries
 
@@ -196,6 +234,7 @@ class SimulatedDevice:
         for entry, (row, _, _, final) in enumerate(chunks, start=bucket.verifies):
             if final:
                 tokens[entry], finished[entry] = self._extend(row, 1)
+                self.drafted[row] = 0
         return SimulatedResult(np.array([len(new) for new in tokens], int), finished, tokens)
 
     def _is_right(self, row: int, position: int) -> bool:
@@ -207,7 +246,11 @@ class SimulatedDevice:
         script, length = self.occupant[row], self.length[row]
         end = min(length + count, self.max_length[row], script.stop_at + 1)
         new = [script.token(position) for position in range(length, end)]
+        ends = end in (self.max_length[row], script.stop_at + 1)
+        if self.buckets.delayed:
+            self.reported[row] = new
+            return new, ends
         self.tokens[row, length:end] = new
         self.length[row] = end
-        self.done[row] = end in (self.max_length[row], script.stop_at + 1)
+        self.done[row] = ends
         return new, self.done[row]

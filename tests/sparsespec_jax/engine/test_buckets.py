@@ -114,10 +114,10 @@ def test_the_page_table_is_as_wide_as_the_context_and_the_drafts_behind_it():
 
 
 def test_there_are_few_buckets_by_default():
-    """Each a quarter of the next: batches of 1, 4, 16 and 64, contexts of 1024 and 4096."""
+    """Batches of 1, 4, 16, 24, 32, 48 and 64 (1 and 4 with a bucket more), 2 contexts."""
     made = make_buckets()
     assert made.main() == sorted(set(made.main()))
-    assert len(made.main()) == 2 * (6 + 7)
+    assert len(made.main()) == 2 * (9 + 10)
     assert len(make_buckets(max_batch=1, max_context=500).main()) == 5
     assert len(make_buckets(max_batch=4, max_context=500, batch_buckets=(4,)).main()) == 5
 
@@ -175,3 +175,45 @@ def test_a_step_that_only_drafts_reports_no_logprobs():
     features = Features(logprobs=5)
     assert make_buckets().smallest(1, 0, False, 10, features).logprobs == -1
     assert make_buckets().smallest(0, 0, True, 10, features).logprobs == 5
+
+
+PHASES = ("random", "lockstep")
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data(), st.sampled_from(PHASES))
+def test_where_phases_are_not_balanced_there_is_room_for_whatever_is_due(data, phases):
+    made = data.draw(buckets())
+    need = data.draw(needs(made))
+    made.phases = phases
+    bucket = made.smallest(**need)
+    assert bucket.drafts >= need["drafts"]
+    assert bucket.verifies >= need["verifies"]
+    assert bool(bucket.drafts) == bool(need["drafts"])
+    assert bool(bucket.verifies) == bool(need["verifies"])
+    assert bucket.chunks == (made.prefill_rows if need["prefill"] else 0)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_lockstep_meets_only_main_buckets(data):
+    made = data.draw(buckets())
+    need = data.draw(needs(made)) | {"features": Features()}
+    made.phases = "lockstep"
+    assert made.smallest(**need) in made.main()
+
+
+def test_in_lockstep_all_rows_draft_or_all_verify():
+    made = make_buckets(max_batch=128, batch_buckets=(4, 16, 64), phases="lockstep")
+    assert made.smallest(50, 0, False, 10, Features()) == Bucket(64, 0, 0, 1024)
+    assert made.smallest(0, 50, False, 10, Features()) == Bucket(0, 64, 0, 1024)
+    assert made.smallest(99, 1, False, 10, Features()) == Bucket(128, 128, 0, 1024)
+
+
+def test_random_phases_verify_their_share_or_twice_or_four_times_as_many():
+    made = make_buckets(max_batch=128, phases="random")
+    sizes = {made.smallest(128 - n, n, False, 10, Features()).verifies for n in range(1, 128)}
+    assert sizes == {15, 30, 60, 120, 128}
+    assert made.smallest(120, 8, False, 10, Features()) == Bucket(128, 15, 0, 1024)
+    assert made.smallest(100, 28, False, 10, Features()) == Bucket(128, 30, 0, 1024)
+    assert made.smallest(128, 0, False, 10, Features()) == Bucket(128, 0, 0, 1024)

@@ -305,7 +305,7 @@ def test_a_quiet_engine_holds_nothing(engine):
     for run in runs:
         run.ended()
     stats = engine.stats()
-    assert stats.running == stats.waiting == stats.slots_used == stats.slots_reserved == 0
+    assert stats.running == stats.waiting == stats.slots_used == stats.tokens_offloaded == 0
     assert 50 <= stats.output_tokens - before <= 60
     assert stats.step_tokens > stats.output_tokens
     assert stats.dispatch.steps > 0
@@ -401,7 +401,7 @@ def test_a_step_that_fails_ends_every_request_with_its_error_and_the_next_call_w
     for run in runs:
         assert run.ended().finish_reason == "error"
         assert str(run.error) == "the device is on fire"
-    assert engine.stats().slots_used == engine.stats().slots_reserved == 0
+    assert engine.stats().slots_used == 0
     assert lone(engine, [1, 2, 3], seed=1, max_tokens=20) == expected
 
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from sparsespec_jax.engine.plan import (
     ADMISSION_WORDS,
+    COMMIT_WORDS,
     UPDATES_PER_CHUNK,
     Bucket,
     Plan,
@@ -26,7 +27,10 @@ TRASH_ROW = 7
 def layouts(draw) -> PlanLayout:
     drafts, verifies, chunks = (draw(st.integers(0, 5)) for _ in range(3))
     bucket = Bucket(drafts, verifies, chunks, context=128)
-    return PlanLayout(bucket, draw(st.integers(1, 9)), draw(st.integers(1, 20)), TRASH_ROW)
+    queries, chunk, commits = draw(
+        st.tuples(st.integers(1, 9), st.integers(1, 20), st.sampled_from([0, TRASH_ROW]))
+    )
+    return PlanLayout(bucket, queries, chunk, TRASH_ROW, commits)
 
 
 @settings(max_examples=40, deadline=None)
@@ -64,7 +68,7 @@ def test_padding_names_the_trash_row_and_asks_for_nothing(layout):
     _, plan = layout.empty()
     for section in plan:
         np.testing.assert_array_equal(section[:, 0], TRASH_ROW)
-    for name in ("drafts", "verifies", "chunks"):
+    for name in ("drafts", "verifies", "chunks", "commits"):
         np.testing.assert_array_equal(getattr(plan, name)[:, 1:], 0)
     np.testing.assert_array_equal(plan.updates[:, 1:3], 0)  # the trash row maps to the trash slot
     np.testing.assert_array_equal(plan.updates[:, 3], -1)
@@ -93,12 +97,15 @@ def test_the_shapes_are_those_of_the_bucket():
         drafts=(3, 2),
         verifies=(2, 2),
         chunks=(4, 4),
+        commits=(0, COMMIT_WORDS),
     )
+    assert not layout.delayed
 
 
 @pytest.mark.parametrize("logprobs", [-1, 0, 1, 5])
 @pytest.mark.parametrize("n_queries", [1, 4])
-def test_a_result_survives_being_packed(logprobs, n_queries):
+@pytest.mark.parametrize("delayed", [False, True])
+def test_a_result_survives_being_packed(logprobs, n_queries, delayed):
     rows, top = 3, max(logprobs, 0)
     rng = np.random.default_rng(0)
     counts = rng.integers(0, 100, (rows, 3), dtype=np.int32)
@@ -112,14 +119,16 @@ def test_a_result_survives_being_packed(logprobs, n_queries):
     if logprobs >= 0:
         words += [chosen.view(np.int32), ids.reshape(rows, -1)]
         words += [values.view(np.int32).reshape(rows, -1)]
-    packed = np.concatenate(words, axis=1)
+    drafts = rng.integers(0, 100, (rows, delayed * (n_queries - 1)), dtype=np.int32)
+    packed = np.concatenate([*words, drafts], axis=1)
 
-    layout = ResultLayout(n_queries, logprobs)
+    layout = ResultLayout(n_queries, logprobs, drafts.shape[1])
     assert packed.shape[1] == layout.words
     result = layout.unpack(packed)
     for column, name in enumerate(("emitted", "accepted", "finish")):
         np.testing.assert_array_equal(getattr(result, name), counts[:, column])
     np.testing.assert_array_equal(result.tokens, tokens)
+    np.testing.assert_array_equal(result.drafts, drafts)
     if logprobs >= 0:
         assert result.logprobs.dtype == result.top_logprobs.dtype == np.float32
         np.testing.assert_array_equal(result.logprobs, chosen)

@@ -15,8 +15,10 @@ from hypothesis import strategies as st
 from sparsespec_jax.engine import plan as plan_module
 from sparsespec_jax.engine.buckets import Buckets
 from sparsespec_jax.engine.request import Request
-from sparsespec_jax.engine.scheduler import PlannedStep, Scheduler
-from sparsespec_jax.kv.allocator import SlotAllocator
+from sparsespec_jax.engine.scheduler import PRIORITY_TURNS, PlannedStep, Scheduler
+from sparsespec_jax.kv import manager as manager_module
+from sparsespec_jax.kv.manager import KvManager
+from sparsespec_jax.kv.space import KvSpace
 from sparsespec_jax.sampling.params import SamplingParams
 from sparsespec_jax.sampling.rows import pack_row
 from tests.sparsespec_jax.engine.simulated_device import Script, SimulatedDevice
@@ -27,7 +29,10 @@ MAX_CONTEXT = 64
 
 @dataclasses.dataclass(frozen=True)
 class Arrival:
-    """A request to be: its life is fixed before it starts. Times are in steps."""
+    """A request to be: its life is fixed before it starts. Times are in steps.
+
+    expected: output tokens that admission is told, None for `max_new`.
+    """
 
     prompt: tuple[int, ...]
     max_new: int = 8
@@ -35,6 +40,7 @@ class Arrival:
     agreement: float = 0.7
     arrives: int = 0
     cancelled: int | None = None
+    expected: int | None = None
 
     @property
     def max_length(self) -> int:
@@ -53,7 +59,13 @@ class Traffic:
     batch_buckets: tuple[int, ...] | None = None
     spare: int = 100
     in_flight: int = 1
+    delayed: bool = False
     updates_per_chunk: int = 512
+    policy: str = "aggressive"
+    phases: str = "balanced"
+    kv_chunk: int = 4
+    host_chunks: int = 1000
+    watermarks: tuple[int, int] = (8, 32)
 
     @property
     def capacity(self) -> int:
@@ -82,9 +94,12 @@ class Loop:
             prefill_rows=traffic.prefill_rows,
             batch_buckets=traffic.batch_buckets,
             context_buckets=(32, 64),
+            phases=traffic.phases,
+            delayed=traffic.delayed,
         )
-        self.allocator = SlotAllocator(traffic.capacity + 1)
-        self.scheduler = Scheduler(self.buckets, self.allocator)
+        self.space = KvSpace(traffic.capacity + 1, traffic.kv_chunk, traffic.host_chunks)
+        self.kv = KvManager(self.space, traffic.policy, traffic.k, chunks_per_step=2)
+        self.scheduler = Scheduler(self.buckets, self.kv, traffic.phases)
         self.device = SimulatedDevice(self.buckets, traffic.capacity + 1)
         self.scripts: list[Script] = []
         self.tokens: dict[int, list[int]] = {}
@@ -101,7 +116,12 @@ class Loop:
         prompt = np.array(arrival.prompt, np.int32)
         params = SamplingParams()
         sampling = pack_row(params, number, len(prompt), EOS_IDS)
-        request = Request(number, prompt, params, sampling, arrival.max_length, lambda event: None)
+        most = arrival.max_length
+        told = None
+        if arrival.expected is not None:
+            alone = self.traffic.capacity - self.traffic.k
+            told = min(len(prompt) + arrival.expected, alone)
+        request = Request(number, prompt, params, sampling, most, lambda event: None, told)
         stop_at = len(prompt) - 1 + arrival.stop_after
         script = Script(request, stop_at, arrival.agreement)
         self.scripts.append(script)
@@ -157,6 +177,8 @@ class Loop:
                 self.tokens[number] += new
                 if result.finished[entry]:
                     del self.live[number]
+                elif self.traffic.delayed:
+                    self.scheduler.commit(emitting.row, len(new), new[-1])
             else:
                 assert number not in self.live
                 assert number in self.cancelled or not new
@@ -170,7 +192,8 @@ class Loop:
         )
         step = Step(drafts, verifies, int(plan.chunks[:, 2].sum()), planned)
         assert drafts + verifies <= self.traffic.max_batch
-        assert verifies <= self.buckets.most_verifies(self.traffic.max_batch)
+        if self.traffic.phases == "balanced":
+            assert verifies <= self.buckets.most_verifies(self.traffic.max_batch)
         assert planned.tokens <= (
             drafts + verifies * (self.traffic.k + 1) + bucket.chunks * self.traffic.chunk
         )
@@ -179,22 +202,26 @@ class Loop:
     def _check_ownership(self) -> None:
         """A slot of a request's own is nobody else's; a prefix is shared among equal prompts."""
         own, shared = Counter(), {}
-        for row, script in enumerate(self.device.occupant):
-            if script is None or script.request.request_id not in self.live:
+        for row in self.scheduler._rows.values():
+            if row.kv.parked:
                 continue
-            mapped = self.device.mapped_for[row] == script.request.request_id
-            slots = self.device.page_table[row]
-            prefix, key = len(script.request.prompt) - 1, script.request.prefix_key
-            own.update(slots[mapped & (np.arange(len(slots)) >= prefix)])
-            for slot in slots[mapped & (np.arange(len(slots)) < prefix)]:
-                assert shared.setdefault(slot, key) == key
+            slots = self.device.page_table[row.index, : row.kv.mapped]
+            prefix = len(row.request.prompt) - 1
+            own.update(slots[prefix:])
+            for slot in slots[:prefix]:
+                assert shared.setdefault(slot, row.request.prefix_key) == row.request.prefix_key
         assert all(count == 1 for count in own.values())
         assert own.keys().isdisjoint(shared)
-        assert len(own) + len(shared) <= self.allocator.used
+        assert len(own) + len(shared) <= self.space.allocator.used
 
 
 def run(traffic: Traffic) -> Loop:
-    with mock.patch.object(plan_module, "UPDATES_PER_CHUNK", traffic.updates_per_chunk):
+    low, high = traffic.watermarks
+    with (
+        mock.patch.object(plan_module, "UPDATES_PER_CHUNK", traffic.updates_per_chunk),
+        mock.patch.object(manager_module, "LOW_WATERMARK", low),
+        mock.patch.object(manager_module, "HIGH_WATERMARK", high),
+    ):
         return Loop(traffic).run()
 
 
@@ -209,7 +236,7 @@ def assert_all_is_well_in_the_end(loop: Loop) -> None:
     assert set(range(len(loop.scripts))) - set(loop.admitted) <= loop.cancelled
     assert loop.scheduler.running == loop.scheduler.waiting == 0
     assert loop.scheduler.requests() == []
-    assert loop.allocator.used == loop.allocator.reserved == 0
+    assert loop.space.allocator.used == loop.space.away == 0
 
 
 PROMPTS = [(7,), (7, 8, 9, 1, 2), (7, 8, 9, 1, 3), tuple(range(20, 39))]
@@ -226,6 +253,7 @@ def arrivals(draw) -> Arrival:
         agreement=draw(st.sampled_from([0.0, 0.7, 1.0])),
         arrives=arrives,
         cancelled=None if delay is None else arrives + delay,
+        expected=draw(st.none() | st.integers(1, 30)),
     )
 
 
@@ -242,11 +270,17 @@ def traffics(draw) -> Traffic:
         batch_buckets=draw(st.sampled_from([None, (1,), (2, 4, 8), (3,), (16,)])),
         spare=draw(st.sampled_from([0, 20, 50, 200])),
         in_flight=draw(st.sampled_from([1, 1, 0])),
+        delayed=draw(st.booleans()),
         updates_per_chunk=draw(st.sampled_from([512, 1])),
+        policy=draw(st.sampled_from(["aggressive", "aggressive", "conservative"])),
+        phases=draw(st.sampled_from(["balanced", "balanced", "random", "lockstep"])),
+        kv_chunk=draw(st.sampled_from([1, 4, 16])),
+        host_chunks=draw(st.sampled_from([0, 2, 10, 1000])),
+        watermarks=draw(st.sampled_from([(0, 0), (0, 0), (1, 4), (8, 32)])),
     )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(traffics())
 def test_any_traffic_ends_well_and_no_step_touches_what_is_not_its_own(traffic):
     """Whatever the arrivals, cancellations, sizes and what is accepted."""
@@ -302,6 +336,34 @@ def test_steps_have_about_as_many_tokens_as_each_other(stagger):
     assert max(abs(tokens - mean) for tokens in steady) <= k + 1
     whole = len(steady) // (k + 1) * (k + 1)
     assert np.mean(steady[:whole]) == pytest.approx(mean, abs=0.5)
+
+
+def test_with_delayed_verification_a_row_sits_out_the_step_after_its_own():
+    loop = run(Traffic(_fixed(2, max_new=11, agreement=1.0), k=4, prefill_rows=4, delayed=True))
+    assert_all_is_well_in_the_end(loop)
+    emitted = [[], []]  # by request, the steps that emit
+    for index, step in enumerate(loop.steps):
+        for emitting in step.planned.emitting:
+            emitted[emitting.row.request.request_id].append(index)
+    assert emitted[0] == [0, 5, 11]
+    assert emitted[1][:3] == [0, 4, 10]
+    assert [step.drafts for step in loop.steps[:8]] == [0, 2, 2, 2, 1, 0, 1, 2]
+
+
+@pytest.mark.parametrize("stagger", [1, 3])
+def test_with_delayed_verification_rows_spread_over_a_cycle_that_is_a_step_longer(stagger):
+    batch, k = 18, 4
+    requests = tuple(
+        Arrival((number,), max_new=90, agreement=0.7, arrives=number * stagger)
+        for number in range(batch)
+    )
+    traffic = Traffic(requests, k=k, max_batch=batch, prefill_rows=4, spare=3000, delayed=True)
+    loop = run(traffic)
+    start = batch * stagger + 2
+    steady = loop.steps[start : start + 5 * (k + 2)]
+    assert all(step.prompt_tokens == 0 for step in steady)
+    assert {step.verifies for step in steady} == {batch // (k + 2)}
+    assert {step.drafts for step in steady} == {batch // (k + 2) * k}
 
 
 def test_rows_that_all_want_to_verify_at_once_take_turns():
@@ -420,3 +482,212 @@ def test_what_one_request_needs_of_a_step_stays_until_nothing_is_left():
     loop.scheduler.remove(plain)
     loop.scheduler.add(later)
     assert not loop.scheduler.plan().bucket.penalties
+
+
+# Rows that leave and come back.
+
+
+@dataclasses.dataclass
+class Watch:
+    """Who was parked, dropped and brought back, in order: request, drafts it had, tokens."""
+
+    parked: list[tuple[int, int | None, int]] = dataclasses.field(default_factory=list)
+    dropped: list[tuple[int, int | None, int]] = dataclasses.field(default_factory=list)
+    back: list[tuple[int, int | None, int]] = dataclasses.field(default_factory=list)
+
+
+@pytest.fixture
+def watch(monkeypatch) -> Watch:
+    """Also checks, in every run of a test, whom the scheduler admits and where rows join."""
+    seen, rows = Watch(), {}
+    park, drop, admit = KvManager._park, KvManager._drop, KvManager.admit
+    resume, join = Scheduler._resume, Scheduler._join
+
+    def note(holding):
+        row = rows[holding]
+        drafted = None if row.phase is None else row.drafted
+        return row.request.request_id, drafted, holding.length
+
+    def watched_park(manager, holding):
+        seen.parked.append(note(holding))
+        park(manager, holding)
+
+    def watched_drop(manager, holding):
+        seen.dropped.append(note(holding))
+        drop(manager, holding)
+
+    def watched_admit(manager, *arguments):
+        holding = admit(manager, *arguments)
+        assert holding is None or not manager.parked, "parked rows go first"
+        return holding
+
+    def watched_resume(scheduler):
+        rows.update({row.kv: row for row in scheduler._rows.values()})
+        away = [row for row in scheduler._rows.values() if row.kv.parked]
+        resume(scheduler)
+        back = [row for row in away if not row.kv.parked]
+        order = [number for number, *_ in seen.parked]
+        back.sort(key=lambda row: -order[::-1].index(row.request.request_id))
+        seen.back += [note(row.kv) for row in back]
+
+    def watched_join(scheduler, drafted=0, **options):
+        phase = join(scheduler, drafted, **options)
+        if scheduler._phases == "balanced" and not options:
+            others = [row for row in scheduler._rows.values() if not row.kv.parked]
+            counts = Counter(row.phase for row in others)
+            emptiest = min(counts[place] for place in range(drafted, scheduler._k + 1))
+            assert drafted <= phase <= scheduler._k
+            assert counts[phase] == emptiest
+        return phase
+
+    monkeypatch.setattr(KvManager, "_park", watched_park)
+    monkeypatch.setattr(KvManager, "_drop", watched_drop)
+    monkeypatch.setattr(KvManager, "admit", watched_admit)
+    monkeypatch.setattr(Scheduler, "_resume", watched_resume)
+    monkeypatch.setattr(Scheduler, "_join", watched_join)
+    original = Scheduler.plan
+
+    def plan(scheduler):
+        rows.update({row.kv: row for row in scheduler._rows.values()})
+        return original(scheduler)
+
+    def admitting(scheduler, kept=Scheduler._admit):
+        admitted = kept(scheduler)
+        rows.update({row.kv: row for row in scheduler._rows.values()})
+        return admitted
+
+    monkeypatch.setattr(Scheduler, "plan", plan)
+    monkeypatch.setattr(Scheduler, "_admit", admitting)
+    return seen
+
+
+def _crowd(**changes) -> Traffic:
+    """Eight requests that run at once, in a pool for about three; each step's results are known."""
+    settings = dict(k=4, max_batch=8, prefill_rows=8, spare=60, in_flight=0, watermarks=(0, 1))
+    return Traffic(_fixed(8, max_new=40), **settings | changes)
+
+
+@pytest.mark.parametrize("host_chunks", [1000, 3, 0])
+def test_parked_rows_come_back_first_in_first_out(watch, host_chunks):
+    assert_all_is_well_in_the_end(run(_crowd(host_chunks=host_chunks)))
+    assert len(watch.parked) > 8
+    assert [number for number, *_ in watch.back] == [number for number, *_ in watch.parked]
+    assert bool(watch.dropped) == (host_chunks < 1000)
+
+
+def test_a_row_comes_back_with_the_drafts_it_left_with_to_the_emptiest_phase_for_them(watch):
+    """So steps stay even; the fixture checks the phase."""
+    for spare in range(40, 80, 5):
+        assert_all_is_well_in_the_end(run(_crowd(spare=spare)))
+        assert watch.back == watch.parked
+    assert {drafted for _, drafted, _ in watch.back} == {0, 1, 2, 3, 4}
+
+
+def test_nobody_is_admitted_while_somebody_is_parked(watch):
+    """The fixture checks it, whenever somebody is admitted."""
+    late = tuple(Arrival((50 + n,), arrives=30 + n, max_new=5) for n in range(8))
+    crowd = _crowd()
+    loop = run(dataclasses.replace(crowd, arrivals=crowd.arrivals[:6] + late))
+    assert_all_is_well_in_the_end(loop)
+    assert len(watch.parked) > 4
+
+
+@pytest.mark.parametrize("host_chunks", [1000, 0])
+def test_the_first_in_line_runs_through_and_is_done_first(watch, host_chunks):
+    loop = run(_crowd(host_chunks=host_chunks))
+    assert 0 not in {number for number, *_ in watch.parked}
+    assert_all_is_well_in_the_end(loop)
+
+
+def test_what_is_dropped_is_computed_again_from_prompt_and_output(watch):
+    requests = _fixed(2, max_new=30)
+    loop = run(Traffic(requests, k=0, spare=5, host_chunks=0, watermarks=(0, 1), in_flight=0))
+    assert_all_is_well_in_the_end(loop)
+    ((number, _, length),) = watch.dropped
+    assert number == 1
+    assert length > 3
+    assert _prompt_tokens(loop) == 3 + 3 + length
+
+
+def test_what_leaves_for_host_memory_is_not_computed_again(watch):
+    loop = run(_crowd())
+    assert watch.parked
+    assert _prompt_tokens(loop) == 8 * 3
+
+
+def test_expected_lengths_let_more_requests_in(watch):
+    """If they are right, nobody is parked; if they are too short, rows are, and all goes well."""
+    running = {}
+    for expected in (None, 10, 1):
+        stops = _fixed(8, max_new=40, stop_after=10 if expected == 10 else 100, expected=expected)
+        crowd = dataclasses.replace(_crowd(), arrivals=stops, policy="conservative", k=0)
+        before = len(watch.parked)
+        loop = run(crowd)
+        assert_all_is_well_in_the_end(loop)
+        running[expected] = max(step.verifies for step in loop.steps)
+        assert (len(watch.parked) > before) == (expected == 1)
+    assert running[None] < running[10]
+
+
+# Phases for comparison.
+
+
+@pytest.mark.parametrize("stagger", [0, 3])
+def test_in_lockstep_all_rows_draft_or_all_verify(stagger):
+    """Who starts to decode in the middle of a cycle makes the drafts that are left of it."""
+    requests = tuple(Arrival((n,), max_new=40, arrives=n * stagger) for n in range(8))
+    loop = run(Traffic(requests, max_batch=8, prefill_rows=8, spare=2000, phases="lockstep"))
+    assert all(step.drafts == 0 or step.verifies == 0 for step in loop.steps)
+    full = [step for step in loop.steps if step.drafts + step.verifies == 8]
+    assert {step.verifies for step in full} == {0, 8}
+    assert_all_is_well_in_the_end(loop)
+
+
+def test_random_phases_cover_the_cycle_and_every_row_finds_a_place():
+    k, batch = 4, 64
+    requests = tuple(Arrival((n,), max_new=30, agreement=1.0) for n in range(batch))
+    traffic = Traffic(
+        requests, k=k, max_batch=batch, prefill_rows=batch, spare=9000, phases="random"
+    )
+    loop = run(traffic)
+    assert_all_is_well_in_the_end(loop)
+    verified = {number: [] for number in range(batch)}
+    for index, step in enumerate(loop.steps):
+        for emitting in step.planned.emitting:
+            verified[emitting.row.request.request_id].append(index)
+    first_cycles = Counter(steps[1] - steps[0] for steps in verified.values())
+    assert first_cycles.keys() == set(range(1, k + 2))
+    assert max(first_cycles.values()) > min(first_cycles.values()), "not evenly, as balanced ones"
+    assert {gap for steps in verified.values() for gap in np.diff(steps[1:])} == {k + 1}
+
+
+def test_priority_goes_before_earlier_arrivals_but_only_so_many():
+    """A point is worth PRIORITY_TURNS arrivals: urgent requests cannot keep others waiting."""
+    loop = Loop(Traffic(_fixed(5, max_new=3), max_batch=1))
+    first, *others = (script.request for script in loop.scripts)
+    urgent, usual, low, high = others
+    urgent.params = SamplingParams(priority=1)
+    low.params = SamplingParams(priority=-1)
+    high.params = SamplingParams(priority=2)
+    for request in (first, usual, low, urgent, high):
+        loop.scheduler.add(request)
+    turns = sorted((first, usual, low, urgent, high), key=lambda request: request.turn)
+    assert turns == [high, urgent, first, usual, low]
+    for _ in range(PRIORITY_TURNS):
+        later = dataclasses.replace(usual, params=SamplingParams(priority=1))
+        loop.scheduler.add(later)
+    assert later.turn > usual.turn, "whoever came this much later has to wait"
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.integers(-3, 3), min_size=1, max_size=60), st.sampled_from([1, 3]))
+def test_whatever_the_priorities_nobody_starves(priorities, max_batch):
+    """A request waits for those before it and for those that may overtake it, and no longer."""
+    arrivals = _fixed(len(priorities), max_new=2)
+    loop = Loop(Traffic(arrivals, max_batch=max_batch, k=1))
+    for script, priority in zip(loop.scripts, priorities, strict=True):
+        script.request.params = SamplingParams(priority=priority)
+    loop.run()
+    turns = {script.request.request_id: script.request.turn for script in loop.scripts}
+    assert loop.admitted == sorted(turns, key=turns.get)
+    assert len(set(turns.values())) == len(turns)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from sparsespec_jax.engine.plan import Bucket, Plan, PlanLayout
-from sparsespec_jax.engine.state import DecodeState, apply_updates, initial_state
+from sparsespec_jax.engine.state import DecodeState, apply_commits, apply_updates, initial_state
 from sparsespec_jax.sampling.params import SamplingParams
 from sparsespec_jax.sampling.rows import NEUTRAL_ROW, pack_row
 
@@ -112,6 +112,19 @@ def test_the_slots_and_prompt_of_an_admission_may_come_with_it(used):
     assert not state.done[2]
     np.testing.assert_array_equal(state.tokens[2, :3], [70, 71, 72])
     np.testing.assert_array_equal(state.page_table[2, :3], [60, 61, 62])
+
+
+def test_commits_append_what_the_host_has_verified(used):
+    """Accepted drafts stand behind the history already: only the last token is news."""
+    layout = PlanLayout(Bucket(1, 1, 0, WIDTH), 3, 4, TRASH_ROW, commits=MAX_BATCH)
+    packed, plan = layout.empty()
+    plan.commits[:2] = [[2, 3, 55], [0, 1, 56]]
+    state = jax.jit(lambda state, packed: apply_commits(state, layout.unpack(packed)))(used, packed)
+    tokens = np.array(used.tokens)
+    tokens[2, 9], tokens[0, 7] = 55, 56
+    np.testing.assert_array_equal(state.tokens, tokens)
+    np.testing.assert_array_equal(state.length, [8, 7, 10, 1])
+    assert_trash_row_is_inert(state)
 
 
 def test_a_plan_without_prefill_rows_admits_nobody(used):

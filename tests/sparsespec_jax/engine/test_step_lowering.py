@@ -31,7 +31,9 @@ SLOTS = 200_000
 TRITON_CALL = "__gpu$xla.gpu.triton"
 
 
-def step_and_arguments(bucket: Bucket, speculation: SpeculationConfig) -> tuple[Step, tuple]:
+def step_and_arguments(
+    bucket: Bucket, speculation: SpeculationConfig, *, delayed: bool = False
+) -> tuple[Step, tuple]:
     """The step of a bucket and the shapes of its arguments; pools and state are to be donated."""
     plain = speculation.method == "none"
     buckets = Buckets(
@@ -40,6 +42,7 @@ def step_and_arguments(bucket: Bucket, speculation: SpeculationConfig) -> tuple[
         k=0 if plain else speculation.k,
         chunk=256,
         prefill_rows=8,
+        delayed=delayed,
     )
     drafter = make_drafter(QWEN3_8B, speculation, buckets.width, "auto")
     layout = buckets.layout(bucket)
@@ -57,8 +60,8 @@ def step_and_arguments(bucket: Bucket, speculation: SpeculationConfig) -> tuple[
     return step, (params, ((pool, pool),) * 2, jax.eval_shape(state), packed)
 
 
-def lower(bucket: Bucket, speculation: SpeculationConfig) -> str:
-    step, arguments = step_and_arguments(bucket, speculation)
+def lower(bucket: Bucket, speculation: SpeculationConfig, *, delayed: bool = False) -> str:
+    step, arguments = step_and_arguments(bucket, speculation, delayed=delayed)
     return lower_for_cuda(jax.jit(step, donate_argnums=(1, 2)), *arguments).as_text()
 
 
@@ -88,6 +91,25 @@ def test_a_step_lowers_with_its_kernels(bucket, speculation, kernels, monkeypatc
     for kernel in kernels | {"append_kv"}:
         assert kernel in text
     assert "stablehlo.sort" not in text, "sorts are slow and wait for the host"
+
+
+def test_a_full_step_multiplies_with_kernels(monkeypatch):
+    """256 queries: `out`, `gate_up` and `down`, a kernel each that all layers share."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    text = lower(Bucket(121, 15, 0, 8320), SpeculationConfig())
+    assert text.count("mosaic_gpu_v2") == 3
+    assert "tensor<4x256x4096xbf16>" in text, "four parts that go to add_norm"
+
+
+@pytest.mark.parametrize("verification", ["coupled", "rejection"])
+def test_a_step_whose_rows_the_host_verifies_lowers_as_well(verification, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    bucket = Bucket(32, 4, 8, 2176, filters=True, penalties=True, logprobs=5)
+    text = lower(bucket, SpeculationConfig(verification=verification), delayed=True)
+    assert TRITON_CALL in text
+    for kernel in ("append_kv", "draft_attention", "rank_positions", "select_positions"):
+        assert kernel in text
+    assert "stablehlo.sort" not in text
 
 
 @pytest.mark.network

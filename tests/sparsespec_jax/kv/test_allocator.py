@@ -1,4 +1,4 @@
-"""Slots: each is free or taken by one owner, and what was reserved can always be taken."""
+"""Slots: each is free or taken by one owner, and what is free can be taken."""
 
 from __future__ import annotations
 
@@ -12,45 +12,32 @@ from sparsespec_jax.kv.allocator import TRASH_SLOT, SlotAllocator
 
 
 class Owners(RuleBasedStateMachine):
-    """Owners that reserve, take within their reservation, and give everything back."""
+    """Owners that take slots and give some or all of them back."""
 
     @initialize(capacity=st.integers(1, 24))
     def start(self, capacity):
         self.capacity = capacity
         self.allocator = SlotAllocator(capacity + 1)
-        self.owners: list[tuple[int, list[int]]] = []  # reservation, slots taken
-
-    @property
-    def reserved(self):
-        return sum(reservation for reservation, _ in self.owners)
+        self.owners: list[list[int]] = []
 
     @property
     def taken(self):
-        return [slot for _, slots in self.owners for slot in slots]
+        return [slot for slots in self.owners for slot in slots]
 
-    @rule(count=st.integers(0, 30))
-    def a_reservation_is_granted_exactly_if_there_is_room(self, count):
-        room = self.reserved + count <= self.capacity
-        assert self.allocator.reserve(count) is room
-        if room:
-            self.owners.append((count, []))
-
-    @precondition(lambda self: self.owners)
     @rule(data=st.data())
-    def taking_within_a_reservation_never_fails(self, data):
-        reservation, slots = data.draw(st.sampled_from(self.owners))
-        count = data.draw(st.integers(0, reservation - len(slots)))
+    def what_is_free_can_be_taken(self, data):
+        count = data.draw(st.integers(0, self.allocator.free))
         before = set(self.taken)
         taken = self.allocator.take(count)
         assert taken.dtype == np.int32
         assert len(taken) == len(set(taken.tolist())) == count
         assert before.isdisjoint(taken.tolist())
-        slots += taken.tolist()
+        self.owners.append(taken.tolist())
 
-    @precondition(lambda self: any(slots for _, slots in self.owners))
+    @precondition(lambda self: any(self.owners))
     @rule(data=st.data())
     def some_slots_come_back_early(self, data):
-        _, slots = data.draw(st.sampled_from([owner for owner in self.owners if owner[1]]))
+        slots = data.draw(st.sampled_from([slots for slots in self.owners if slots]))
         back = data.draw(st.lists(st.sampled_from(slots), unique=True))
         self.allocator.give_back(np.array(back, np.int32))
         slots[:] = [slot for slot in slots if slot not in back]
@@ -59,20 +46,17 @@ class Owners(RuleBasedStateMachine):
     @rule(data=st.data())
     def an_owner_leaves(self, data):
         index = data.draw(st.integers(0, len(self.owners) - 1))
-        reservation, slots = self.owners.pop(index)
-        self.allocator.give_back(np.array(slots, np.int32))
-        self.allocator.release(reservation)
+        self.allocator.give_back(np.array(self.owners.pop(index), np.int32))
 
     @rule(beyond=st.integers(1, 5))
     def misuse_raises_and_changes_nothing(self, beyond):
-        with pytest.raises(RuntimeError, match=f"{self.allocator.free + beyond} slots asked"):
-            self.allocator.take(self.allocator.free + beyond)
-        with pytest.raises(ValueError, match=f"of {self.reserved} reserved"):
-            self.allocator.release(self.reserved + beyond)
-        free = set(range(self.capacity + 1)) - set(self.taken)
-        wrong = [[slot] for slot in free]
+        count, free = self.allocator.free + beyond, self.allocator.free
+        with pytest.raises(RuntimeError, match=f"{count} slots asked of {free} free ones"):
+            self.allocator.take(count)
+        unused = set(range(self.capacity + 1)) - set(self.taken)
+        wrong = [[slot] for slot in unused]
         wrong += [[slot, slot] for slot in self.taken[:1]]
-        wrong += [[slot, next(iter(free))] for slot in self.taken[:1]]
+        wrong += [[slot, next(iter(unused))] for slot in self.taken[:1]]
         for slots in wrong:
             with pytest.raises(ValueError, match="not taken, or twice"):
                 self.allocator.give_back(np.array(slots))
@@ -82,14 +66,12 @@ class Owners(RuleBasedStateMachine):
         assert TRASH_SLOT not in self.taken
         assert len(set(self.taken)) == len(self.taken) == self.allocator.used
         assert self.allocator.free == self.capacity - len(self.taken)
-        assert self.allocator.reserved == self.reserved
 
     def teardown(self):
         if not hasattr(self, "allocator"):
             return
-        for reservation, slots in self.owners:
+        for slots in self.owners:
             self.allocator.give_back(np.array(slots, np.int32))
-            self.allocator.release(reservation)
         everything = self.allocator.take(self.capacity)
         assert sorted(everything.tolist()) == list(range(1, self.capacity + 1))
 

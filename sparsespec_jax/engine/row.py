@@ -1,0 +1,43 @@
+"""A request in the device batch, as the host knows it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from sparsespec_jax.engine.request import Request
+from sparsespec_jax.kv.manager import Holding
+
+
+@dataclasses.dataclass(eq=False)
+class Row:
+    """A request that runs, or is parked until there is room for its KV again.
+
+    kv: what it holds of the KV cache, and how long it is.
+    announced: whether the device knows of the request.
+    prefilled: tokens whose KV is written or dispatched to be, while it prefills.
+    phase: 0..k-1 the draft it makes next, k it verifies; None while it prefills.
+    first_phase: where in its cycle it started: a first cycle can be short.
+    sits_out: whether the host is about to verify it (delayed verification); its phase counts on.
+    """
+
+    request: Request
+    kv: Holding
+    announced: bool = False
+    prefilled: int = 0
+    phase: int | None = None
+    first_phase: int = 0
+    sits_out: bool = False
+
+    @property
+    def index(self) -> int:
+        return self.kv.row
+
+    @property
+    def longest(self) -> int:
+        """The most tokens the row can have, given the results not read yet."""
+        return min(self.kv.length + self.kv.unread, self.request.max_length)
+
+    @property
+    def drafted(self) -> int:
+        """Drafts of the current cycle."""
+        return self.phase - self.first_phase
