@@ -90,6 +90,7 @@ def measure(args: argparse.Namespace) -> dict:
         "step_ms": 1e3 * seconds / steps,
         "dispatch_ms": 1e3 * dispatch / steps,
         "device_wait_ms": 1e3 * waiting / steps,
+        "hidden_ms": 1e3 * (after.hidden_seconds - before.hidden_seconds) / steps,
         "tokens_per_step": (after.step_tokens - before.step_tokens) / steps,
         "prefill_seconds": prefill_seconds,
         "compile_seconds": compile_seconds,
