@@ -563,6 +563,15 @@ def test_a_step_updates_the_pool_in_place(engine, rows):
 def test_warming_up_compiles_what_ordinary_traffic_uses(engine, monkeypatch):
     compiled, shown = [], []
     monkeypatch.setattr(engine._executor, "compile", compiled.append)
-    engine.warmup(progress=lambda buckets: shown.extend(buckets) or buckets)
-    assert compiled == shown
+    engine.warmup(progress=lambda steps: shown.extend(steps) or steps)
+    assert len(compiled) == len(set(compiled)) == len(shown)
     assert set(BUCKETS.values()) < set(compiled)
+
+
+def test_a_step_that_does_not_compile_fails_the_warmup(engine, monkeypatch):
+    def fail(bucket):
+        raise RuntimeError("out of registers")
+
+    monkeypatch.setattr(engine._executor, "compile", fail)
+    with pytest.raises(RuntimeError, match="out of registers"):
+        engine.warmup()

@@ -53,6 +53,7 @@ def test_values_are_normalised(field, given, stored):
         "n": [0, -1, 1.0, True],
         "max_tokens": [0, -5, 1.5, True],
         "min_tokens": [-1, 0.5, False],
+        "priority": [-1001, 1001, 0.5, True],
         "stop": ["", ["a", ""], 5, [5], b"end", [None]],
         "stop_token_ids": [[-1], [1.5], ["1"], 3, [True], list(range(17)), [2**31]],
         "ignore_eos": [1, None, "no"],
