@@ -16,6 +16,8 @@ ScoreRule = Literal["paper", "shifted"]
 Implementation = Literal["auto", "pallas", "xla"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
+AUTO_KS = (8, 4, 2, 0)
+
 
 @dataclasses.dataclass(frozen=True)
 class SpeculationConfig:
@@ -24,7 +26,8 @@ class SpeculationConfig:
     Attributes:
       method: `pillar` drafts with sparse attention over the positions that the last verification
         scored highest (PillarAttn, SparseSpec 2026); `none` is plain decoding.
-      k: tokens drafted in a cycle, 1 to 15.
+      k: tokens drafted in a cycle, 1 to 15, or `auto`: 8, 4, 2 or none, whatever emits most tokens
+        a second as measured while running (compiles steps for each).
       sparsity: share of the KV cache that a draft reads.
       min_budget: positions that a draft reads at least, whatever the share.
       score_rule: how the scores of a verification's queries combine into one ranking: `paper` is
@@ -35,7 +38,7 @@ class SpeculationConfig:
     """
 
     method: Method = "pillar"
-    k: int = 8
+    k: int | Literal["auto"] = 8
     sparsity: float = 0.05
     min_budget: int = 128
     score_rule: ScoreRule = "shifted"
@@ -45,9 +48,17 @@ class SpeculationConfig:
         _check_choice("method", self.method, Method)
         _check_choice("score_rule", self.score_rule, ScoreRule)
         _check_choice("verification", self.verification, Verification)
-        _check_int("k", self.k, 1, 15)
+        if self.k != "auto":
+            _check_int("k", self.k, 1, 15, or_else="`auto`")
         _check_int("min_budget", self.min_budget, 1)
         _check_float("sparsity", self.sparsity, 0.0, 1.0, open_low=True)
+
+    @property
+    def ks(self) -> tuple[int, ...]:
+        """The lengths that a cycle can have, the largest first; 0 drafts nothing."""
+        if self.method == "none":
+            return (0,)
+        return AUTO_KS if self.k == "auto" else (self.k,)
 
     def budget(self, context: int) -> int:
         """Positions that a draft over `context` cached tokens reads."""
@@ -129,8 +140,11 @@ def _check_choice(name: str, value: Any, choices: Any) -> None:
         raise ValueError(f"{name} must be one of {', '.join(get_args(choices))}, got {value!r}")
 
 
-def _check_int(name: str, value: Any, low: int, high: int | None = None) -> None:
+def _check_int(
+    name: str, value: Any, low: int, high: int | None = None, *, or_else: str = ""
+) -> None:
     allowed = f"at least {low}" if high is None else f"from {low} to {high}"
+    allowed += or_else and f" or {or_else}"
     is_int = isinstance(value, int) and not isinstance(value, bool)
     if not is_int or value < low or (high is not None and value > high):
         raise ValueError(f"{name} must be an integer {allowed}, got {value!r}")

@@ -28,6 +28,9 @@ class DenseScores(NamedTuple):
     """[L, R, Hkv, Q, C] float32, mean over the query heads of a group; 0 where a query does not
     exist or does not see the position."""
 
+    def n_queries(self, group: int) -> int:
+        return self.probabilities.shape[3]
+
 
 class CodedScores(NamedTuple):
     """R scored rows; P = Q * group packed queries, p = query * group + head; C positions and more.
@@ -40,6 +43,9 @@ class CodedScores(NamedTuple):
     """[L, R, Hkv, P, C or more] uint8; a multiple of 32 positions."""
     factor: Array
     """[L, R, Hkv, P] float32."""
+
+    def n_queries(self, group: int) -> int:
+        return self.factor.shape[3] // group
 
 
 AttentionScores = DenseScores | CodedScores

@@ -57,7 +57,7 @@ def rank_positions(
     check(drafts >= 1, f"drafts={drafts}, but must be at least 1")
     check(ages >= 1, f"ages={ages}, but must be at least 1")
     n_rows = (scores.factor if coded else scores.probabilities).shape[1]
-    n_queries = scores.factor.shape[3] // group if coded else scores.probabilities.shape[3]
+    n_queries = scores.n_queries(group)
     for name, value in (("end", end), ("committed", committed)):
         check(
             value.shape == (n_rows,) and value.dtype == jnp.int32,

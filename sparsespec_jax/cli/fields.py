@@ -14,7 +14,7 @@ import json
 import re
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, Union
 
 Group = argparse._ArgumentGroup
@@ -111,14 +111,19 @@ def _reading(hint: Any) -> dict[str, Any]:
     many = {"nargs": "+"} if origin is tuple else {}
     kind = typing.get_args(kind)[0] if origin is tuple else kind
     metavar = "N" if kind in (int, float) else "TEXT"
-    read = _reader(_number if float in kinds else kind, optional)
+    words = [word for k in kinds if typing.get_origin(k) is Literal for word in typing.get_args(k)]
+    read = _reader(_number if float in kinds else kind, optional, words)
     return {"type": read, "metavar": metavar, **many}
 
 
-def _reader(read: Callable[[str], Any], optional: bool) -> Callable[[str], Any]:
-    """`read`, to which the word `none` is None if the field is optional."""
+def _reader(
+    read: Callable[[str], Any], optional: bool, words: Sequence[str] = ()
+) -> Callable[[str], Any]:
+    """`read`, but `words` are themselves, and `none` is None if the field is optional."""
 
     def reader(text: str) -> Any:
+        if text in words:
+            return text
         return None if optional and text == "none" else read(text)
 
     reader.__name__ = read.__name__.strip("_")  # argparse: "invalid <name> value"

@@ -10,7 +10,9 @@ from pallas_kernels import AttentionScores, DraftRows
 
 
 class Verified(NamedTuple):
-    """The rows that got exact scores in a step: verify rows, then prefills. E rows, Q = k + 1.
+    """The rows that got exact scores in a step: verify rows, then prefills.
+
+    E rows, Q scored queries, at most k + 1.
 
     row: [E] int32 batch row; the trash row where there is nothing to learn.
     scores: the probabilities that each query gave each position, in every layer, as attention

@@ -42,9 +42,9 @@ class PillarDrafter:
         max_context: int,
         implementation: Implementation = "auto",
     ):
-        self.k = speculation.k
+        self.k = speculation.ks[0]
         # k + 1 tokens since the verification's first query, and up to k drafts behind them.
-        self.max_recent = 2 * speculation.k + 1
+        self.max_recent = 2 * self.k + 1
         self._budgets = np.array([speculation.budget(n) for n in range(max_context + 1)], np.int32)
         self._shape = (model.num_layers, model.num_kv_heads, speculation.budget(max_context))
         self._group = model.num_heads // model.num_kv_heads
@@ -81,8 +81,9 @@ class PillarDrafter:
         """[layers, E, kv_heads, context], the larger the better; 0 from `verified.start` on, where
         all is attended to anyway."""
         scores = verified.scores
+        n_queries = scores.n_queries(self._group)
         context = scores[0].shape[-1]  # of probabilities or codes: positions come last
-        weights = self._rule(verified.queries, verified.committed, self.k + 1)
+        weights = self._rule(verified.queries, verified.committed, n_queries)
         return rank_positions(
             scores,
             jnp.minimum(verified.start, context),
@@ -90,7 +91,7 @@ class PillarDrafter:
             weights.ahead,
             verified.committed,
             group=self._group,
-            drafts=self.k,
+            drafts=n_queries - 1,
             context=context,
             ages=SHIFT_AGES,
             implementation=self._implementation,

@@ -54,12 +54,14 @@ class Buckets:
         batch_buckets: tuple[int, ...] | None = None,
         context_buckets: tuple[int, ...] | None = None,
         phases: Phases = "balanced",
+        ks: tuple[int, ...] = (),
         delayed: bool = False,
     ):
         self.phases = phases
         self.delayed = delayed
         self.max_batch = max_batch
         self.k = k
+        self.ks = tuple(sorted({k, *ks}))
         self.chunk = chunk
         self.prefill_rows = prefill_rows
         self._batches = _up_to(max_batch, batch_buckets or _batch_sizes(max_batch))
@@ -68,29 +70,38 @@ class Buckets:
         contexts = context_buckets or _quarters(self.width, 1024, 128)
         self._contexts = _up_to(self.width, contexts)
 
-    def most_verifies(self, rows: int) -> int:
-        """Verify rows that a step of `rows` decoding rows has room for."""
+    def most_verifies(self, rows: int, k: int | None = None) -> int:
+        """Verify rows that a step of `rows` decoding rows has room for, in cycles of `k` drafts."""
         if rows == 0:
             return 0
-        batch = _at_least(self._batches, rows)
-        return batch if self.k == 0 else -(-batch // (self.k + 1))
+        return -(-_at_least(self._batches, rows) // ((self.k if k is None else k) + 1))
 
-    def most_drafts(self, batch: int, verifies: int) -> int:
+    def most_drafts(self, batch: int, verifies: int, k: int) -> int:
         """Draft rows that a step of `batch` decoding rows has room for beside `verifies`.
 
         All that are due while the phases are spread evenly, and as many more as round the step up
         to a multiple of ROW_MULTIPLE queries.
         """
-        if self.k == 0 or batch <= self.k:
-            return batch if self.k else 0
-        due = batch - batch // (self.k + 1)
-        return due + -(due + verifies * (self.k + 1)) % ROW_MULTIPLE
+        if k == 0 or batch <= k:
+            return batch if k else 0
+        due = batch - batch // (k + 1)
+        return due + -(due + verifies * (k + 1)) % ROW_MULTIPLE
 
     def smallest(
-        self, drafts: int, verifies: int, prefill: bool, context: int, features: Features
+        self,
+        drafts: int,
+        verifies: int,
+        prefill: bool,
+        context: int,
+        features: Features,
+        k: int | None = None,
     ) -> Bucket:
-        """The bucket for so many rows, positions below `context`, and their sampling parameters."""
-        drafts, verifies = self._rows(drafts, verifies)
+        """The bucket for so many rows, positions below `context`, and their sampling parameters.
+
+        `k`: drafts of a cycle, where that changes.
+        """
+        k = self.k if k is None else _at_least(self.ks, k)
+        drafts, verifies = self._rows(drafts, verifies, k)
         chunks = self.prefill_rows if prefill else 0
         if not (verifies or chunks):
             features = features._replace(logprobs=-1)  # drafts report nothing
@@ -100,46 +111,59 @@ class Buckets:
             chunks=chunks,
             context=_at_least(self._contexts, context),
             **features._asdict(),
+            k=None if k == self.k else k,
         )
 
-    def _rows(self, drafts: int, verifies: int) -> tuple[int, int]:
+    def batch(self, rows: int) -> int:
+        """Decoding rows that the bucket of `rows` is made for."""
+        return _at_least(self._batches, rows)
+
+    def queries_of(self, bucket: Bucket) -> int:
+        """Queries of a verify row."""
+        return (self.k if bucket.k is None else bucket.k) + 1
+
+    def _rows(self, drafts: int, verifies: int, k: int) -> tuple[int, int]:
         """Draft and verify rows of the bucket for so many."""
         if not (drafts or verifies):
             return 0, 0
         batch = _at_least(self._batches, drafts + verifies)
         if self.phases != "balanced":
-            due = self.most_verifies(batch)
+            due = self.most_verifies(batch, k)
             while self.phases == "random" and due < verifies:
                 due *= 2
             due = min(batch, due if self.phases == "random" else batch)
             return batch * bool(drafts), due * bool(verifies)
-        verifies = 0 if batch <= self.k and not verifies else self.most_verifies(batch)
-        return 0 if batch == 1 and not drafts else self.most_drafts(batch, verifies), verifies
+        verifies = 0 if batch <= k and not verifies else self.most_verifies(batch, k)
+        return 0 if batch == 1 and not drafts else self.most_drafts(batch, verifies, k), verifies
 
     def main(self) -> list[Bucket]:
         """What ordinary traffic uses, for warming up: without filters, penalties and logprobs."""
-        decoding = {(0, 0)}
-        for batch in self._batches:
-            decoding |= {self._rows(batch - verifies, verifies) for verifies in range(batch + 1)}
-        return sorted(
-            Bucket(drafts, verifies, chunks, context)
-            for drafts, verifies in decoding
-            for chunks in (0, self.prefill_rows)
-            for context in self._contexts
-            if chunks or drafts or verifies
-        )
+        buckets = set()
+        for k in self.ks:
+            decoding = {(0, 0)}
+            for batch in self._batches:
+                decoding |= {self._rows(batch - n, n, k) for n in range(batch + 1)}
+            buckets |= {
+                Bucket(drafts, verifies, chunks, context, k=None if k == self.k else k)
+                for drafts, verifies in decoding
+                for chunks in (0, self.prefill_rows)
+                for context in self._contexts
+                if chunks or drafts or verifies
+            }
+        return sorted(buckets, key=lambda bucket: (*bucket[:4], self.queries_of(bucket)))
 
     def queries(self, bucket: Bucket) -> int:
         """Tokens of its steps, padding included."""
-        verifies = bucket.verifies * (self.k + 1)
+        verifies = bucket.verifies * self.queries_of(bucket)
         return bucket.drafts + verifies + bucket.chunks * self.chunk
 
     def layout(self, bucket: Bucket) -> PlanLayout:
         commits = self.max_batch if self.delayed else 0
-        return PlanLayout(bucket, self.k + 1, self.chunk, self.max_batch, commits)
+        return PlanLayout(bucket, self.queries_of(bucket), self.chunk, self.max_batch, commits)
 
     def result_layout(self, bucket: Bucket) -> ResultLayout:
-        return ResultLayout(self.k + 1, bucket.logprobs, self.k if self.delayed else 0)
+        queries = self.queries_of(bucket)
+        return ResultLayout(queries, bucket.logprobs, queries - 1 if self.delayed else 0)
 
 
 def _batch_sizes(largest: int) -> tuple[int, ...]:

@@ -207,7 +207,7 @@ class Emission:
 
         window = slice(self.layout.bucket.drafts, self.layout.bucket.drafts + n * queries)
         target = distribution(samples.logits[window], samples.row[window], samples.position[window])
-        hidden = state.draft_hidden[verify_row].reshape(n * k, -1)
+        hidden = state.draft_hidden[verify_row, :k].reshape(n * k, -1)
         draft = distribution(
             decoder.lm_logits(params, hidden),
             jnp.repeat(verify_row, k),

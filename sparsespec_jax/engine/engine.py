@@ -21,6 +21,7 @@ import jax
 import numpy as np
 
 from sparsespec_jax.config import EngineConfig, SpeculationConfig
+from sparsespec_jax.engine.adaptive import AdaptiveDrafting
 from sparsespec_jax.engine.buckets import Buckets
 from sparsespec_jax.engine.events import TokenEvent, token_event
 from sparsespec_jax.engine.executor import Executor
@@ -70,7 +71,8 @@ class Engine:
                 f"max_context={self.max_context} is more than the model's "
                 f"max_position_embeddings={model.max_position_embeddings}"
             )
-        self.k = 0 if speculation.method == "none" else speculation.k
+        self.k = speculation.ks[0]
+        self._adaptive = AdaptiveDrafting(speculation.ks) if len(speculation.ks) > 1 else None
         placement = placement or Placement.single_device()
         device = placement.mesh.devices.flat[0]
         chunk, chunk_rows = PREFILL["cpu" if device.platform == "cpu" else "gpu"]
@@ -83,6 +85,7 @@ class Engine:
             batch_buckets=config.batch_buckets,
             context_buckets=config.context_buckets,
             phases=config.phases,
+            ks=speculation.ks,
             delayed=config.overlap == "delayed",
         )
         self._verifier = HostVerifier(self._buckets, speculation.verification)
@@ -100,6 +103,7 @@ class Engine:
         self._entropy = secrets.randbits(64) if config.seed is None else config.seed
         self._unseeded = itertools.count()
         self._counters = StepCounters()
+        self._last_read: tuple[float | None, int] = None, 0
         self._wake = threading.Condition()
         self._inbox: deque[Request] = deque()
         self._cancelled: set[int] = set()
@@ -226,6 +230,8 @@ class Engine:
 
     def _advance(self) -> None:
         """Dispatch one step, then read results until few enough are in flight."""
+        if self._adaptive is not None:
+            self._scheduler.cycle_k = self._adaptive.k
         planned = self._scheduler.plan()
         if planned is not None:
             self._executor.move(planned.moves)
@@ -236,6 +242,7 @@ class Engine:
             self._note(planned)
         else:
             self._executor.move(self._scheduler.take_moves())
+            self._last_read = None, 0
         keep = STEPS_IN_FLIGHT[self.config.overlap] if planned is not None else 0
         while len(self._in_flight) > keep:
             self._read(*self._in_flight.popleft())
@@ -262,8 +269,17 @@ class Engine:
             if self._in_flight and not self._in_flight[-1][1].is_ready():
                 self._counters.hidden_seconds += verdict.result().seconds
         self._counters.device_wait_seconds += time.perf_counter() - start
+        if self._adaptive is not None and not planned.bucket.chunks:
+            self._adaptive.note_step(planned.batch, self._step_seconds(planned))
         for emitting in planned.emitting:
             self._read_row(emitting, unpacked)
+
+    def _step_seconds(self, planned: PlannedStep) -> float | None:
+        """Since the result before; None if something else than a step of `k` took time, too."""
+        now, compiled = time.perf_counter(), self._executor.stats.compiled
+        (since, known), self._last_read = self._last_read, (now, compiled)
+        ordinary = not planned.moves and planned.k == self._adaptive.k and compiled == known
+        return now - since if ordinary and since is not None else None
 
     def _read_row(self, emitting: Emitting, result: StepResult) -> None:
         entry, request = emitting.entry, emitting.row.request
@@ -279,6 +295,8 @@ class Engine:
             self._counters.output_tokens += emitted
         if emitted and emitting.n_drafts is not None:
             accepted = int(result.accepted[entry])
+            if self._adaptive is not None and finish == RUNNING:
+                self._adaptive.note_cycle(emitting.n_drafts, accepted)
             stats.count_cycle(self.k, emitting.n_drafts, accepted, emitted, last=finish != RUNNING)
         event = token_event(request, result, entry)
         if event is not None:

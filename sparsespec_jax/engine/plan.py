@@ -31,9 +31,11 @@ class Bucket(NamedTuple):
     filters: bool = False
     penalties: bool = False
     logprobs: int = -1  # top alternatives reported; -1: no logprobs at all
+    k: int | None = None  # drafts that a verify row has room for; None: as many as there ever are
 
     def __str__(self) -> str:
         flags = [f"logprobs={self.logprobs}"] if self.logprobs >= 0 else []
+        flags += [] if self.k is None else [f"k={self.k}"]
         flags += [name for name in ("filters", "penalties") if getattr(self, name)]
         shape = f"{self.drafts} draft + {self.verifies} verify + {self.chunks} prefill rows"
         return ", ".join([f"{shape}, context {self.context}", *flags])

@@ -16,7 +16,9 @@ class Row:
     announced: whether the device knows of the request.
     prefilled: tokens whose KV is written or dispatched to be, while it prefills.
     phase: 0..k-1 the draft it makes next, k it verifies; None while it prefills.
-    first_phase: where in its cycle it started: a first cycle can be short.
+    first_phase: where in its cycle it started: cycles can be short.
+    start: where its last cycle would have started, had it not joined the emptiest phase.
+    scored: whether its last verification chose what its drafts attend to.
     sits_out: whether the host is about to verify it (delayed verification); its phase counts on.
     """
 
@@ -26,6 +28,8 @@ class Row:
     prefilled: int = 0
     phase: int | None = None
     first_phase: int = 0
+    start: int = 0
+    scored: bool = False
     sits_out: bool = False
 
     @property

@@ -39,6 +39,7 @@ class PlannedStep:
     """A step to dispatch, and whom its result concerns.
 
     moves: what must happen to the KV before it, in order.
+    batch, k: decoding rows that its bucket is made for, and drafts of the cycles that start.
     tokens: the step's tokens that are not padding.
     stalled: rows that had to sit out, for want of slots.
     """
@@ -48,17 +49,22 @@ class PlannedStep:
     moves: list[Move]
     emitting: list[Emitting]
     admitted: list[Request]
+    batch: int
+    k: int
     tokens: int
     stalled: int
 
 
 class Scheduler:
-    """Waiting and running requests, their rows and slots; `plan` makes the next step of them."""
+    """Waiting and running requests, their rows and slots; `plan` makes the next step of them.
+
+    cycle_k: drafts of the cycles that start from now on, one of the buckets' `ks`.
+    """
 
     def __init__(self, buckets: Buckets, kv: KvManager, phases: Phases = "balanced"):
         self._buckets = buckets
         self._kv = kv
-        self._k = buckets.k
+        self._k = self.cycle_k = buckets.k
         self._phases = phases
         self._random = np.random.default_rng(0)
         self._features = Features()
@@ -155,7 +161,7 @@ class Scheduler:
                 row.phase, row.prefilled = None, 0
             elif row.phase is not None:
                 drafted, row.phase = row.drafted, None
-                row.phase = self._join(drafted)
+                row.phase = self._join(row.start + drafted)
                 row.first_phase = row.phase - drafted
 
     # One step.
@@ -174,15 +180,21 @@ class Scheduler:
         ends = [row.longest + self._k for row in drafting + verifying]
         ends += [row.kv.target for row in prefilling]
         bucket = self._buckets.smallest(
-            len(drafting), len(verifying), bool(prefilling), max(ends), self._features
+            len(drafting),
+            len(verifying),
+            bool(prefilling),
+            max(ends),
+            self._features,
+            k=self._verified_at_most(drafting, verifying),
         )
+        batch = self._buckets.batch(max(1, len(drafting) + len(verifying)))
         # Who finds no place drafts or verifies a step later.
         drafting, verifying = drafting[: bucket.drafts], verifying[: bucket.verifies]
         layout = self._buckets.layout(bucket)
         packed, plan = layout.empty()
         updates = _Updates(plan, self._kv)
 
-        mapped = {row for row in drafting + verifying if updates.map(row, row.longest + self._k)}
+        mapped = {row for row in drafting + verifying if updates.map(row, self._end(row))}
         stalled = len(drafting) + len(verifying) - len(mapped)
         drafting = [row for row in drafting if row in mapped]
         self._plan_commits(plan)
@@ -192,13 +204,27 @@ class Scheduler:
         tokens = len(drafting) + sum(e.most_tokens for e in emitting if e.n_drafts is not None)
         tokens += int(plan.chunks[:, 2].sum())
         moves = self._kv.take_moves()
-        return PlannedStep(bucket, packed, moves, emitting, admitted, tokens, stalled)
+        return PlannedStep(
+            bucket, packed, moves, emitting, admitted, batch, self.cycle_k, tokens, stalled
+        )
+
+    def _verified_at_most(self, drafting: list[Row], verifying: list[Row]) -> int:
+        """Drafts that the step's verify rows need room for.
+
+        With any, verification also chooses what to attend to: so where cycles draft, all do.
+        """
+        drafted = [row.drafted for row in verifying] + [row.drafted + 1 for row in drafting]
+        return max([self.cycle_k, *drafted])
+
+    def _end(self, row: Row) -> int:
+        """Positions that a decoding row may write to in its cycle."""
+        return row.longest + self._k - row.first_phase
 
     def _growth(self, holdings: Sequence[Holding]) -> int:
         """Slots that the rows may take in the next step."""
         rows = [self._rows[holding.row] for holding in holdings]
         prompts = sum(row.kv.due for row in rows if row.phase is None)
-        decoding = [row.longest + self._k - row.kv.mapped for row in rows if row.phase is not None]
+        decoding = [self._end(row) - row.kv.mapped for row in rows if row.phase is not None]
         chunks = self._buckets.prefill_rows * self._buckets.chunk
         return min(prompts, chunks) + sum(max(0, count) for count in decoding)
 
@@ -224,7 +250,11 @@ class Scheduler:
             emitting.append(Emitting(row, entry, n_drafts + 1, n_drafts))
             row.kv.unread += n_drafts + 1
             row.sits_out = self._buckets.delayed
-            row.phase, row.first_phase = -row.sits_out, 0
+            row.scored = self._buckets.queries_of(bucket) > 1
+            later = int(row.sits_out)
+            same = self._start(row) == row.start
+            row.first_phase = row.start if same else self._join_anew(row, later)
+            row.phase = row.first_phase - later
         return emitting
 
     def _plan_chunks(
@@ -258,7 +288,8 @@ class Scheduler:
                     row.kv.prefix.ready = True
                     row.kv.unread += 1
                     row.sits_out = self._buckets.delayed
-                    row.first_phase = self._join(later=int(row.sits_out))
+                    row.scored = self._buckets.queries_of(bucket) > 1
+                    row.first_phase = self._join_anew(row, int(row.sits_out))
                     row.phase = row.first_phase - row.sits_out
                 entry += 1
         return emitting
@@ -268,20 +299,29 @@ class Scheduler:
         head = [row.index, len(request.prompt), request.max_length]
         return np.concatenate([head, request.sampling])
 
-    def _join(self, drafted: int = 0, later: int = 0) -> int:
-        """The phase of a row that starts to decode, or goes on with so many drafts: the emptiest.
+    def _start(self, row: Row) -> int:
+        """The first phase of a whole cycle that starts now: it drafts if it knows with what."""
+        return self._k - (self.cycle_k if row.scored else 0)
 
-        Every step then has about as many tokens as the others. `later`: steps it sits out first.
+    def _join_anew(self, row: Row, later: int) -> int:
+        """The phase of a row that starts to decode, or other cycles than before."""
+        row.phase, row.start = None, self._start(row)
+        return self._join(row.start, later)
+
+    def _join(self, first: int, later: int = 0) -> int:
+        """The emptiest phase from `first` on, so that steps have about as many tokens as others.
+
+        `later`: steps until the row is in it.
         """
         running = (row for row in self._rows.values() if not row.kv.parked)
         phases = [row.phase + later for row in running if row.phase is not None]
         phases = [phase for phase in phases if 0 <= phase <= self._k]  # the others sit out then
         if self._phases == "lockstep" and phases:
-            return max(phases[0], drafted)
+            return max(phases[0], first)
         if self._phases == "random":
-            return int(self._random.integers(drafted, self._k + 1))
+            return int(self._random.integers(first, self._k + 1))
         counts = np.bincount(phases, minlength=self._k + 1)
-        return drafted + int(counts[drafted:].argmin())
+        return first + int(counts[first:].argmin())
 
 
 class _Updates:

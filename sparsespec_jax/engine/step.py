@@ -123,7 +123,7 @@ class Step:
             )
             drafts = draft_slots(rows, state.page_table, max_recent=self.drafter.max_recent)
         verify = prefill = scored = None
-        score_queries = self.layout.n_queries if self.drafter.k else 0
+        score_queries = self.layout.n_queries if self.layout.n_queries > 1 else 0
         if bucket.verifies:
             row = plan.verifies[:, 0]
             count = jnp.where(row == self.layout.trash_row, 0, plan.verifies[:, 1] + 1)

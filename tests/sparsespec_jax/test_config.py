@@ -14,7 +14,7 @@ _NAN = float("nan")
 _BAD = {
     SpeculationConfig: {
         "method": (["eagle", "", None, "PILLAR", 1], "pillar, none"),
-        "k": ([0, -1, 16, 2.0, "4", None, True], "an integer from 1 to 15"),
+        "k": ([0, -1, 16, 2.0, "4", None, True], "an integer from 1 to 15 or `auto`"),
         "sparsity": ([0, 0.0, -0.1, 1.1, _NAN, math.inf, "0.1", None, True], r"in \(0.0, 1.0\]"),
         "min_budget": ([0, -5, 1.5, None, True], "an integer at least 1"),
         "score_rule": (["best", None], "paper"),
@@ -106,7 +106,7 @@ def test_values_at_the_edges_are_allowed(field, value):
 
 
 def test_replacing_a_field_checks_it():
-    with pytest.raises(ValueError, match="k must be an integer from 1 to 15, got 99"):
+    with pytest.raises(ValueError, match="k must be an integer from 1 to 15 or `auto`, got 99"):
         dataclasses.replace(SpeculationConfig(), k=99)
 
 

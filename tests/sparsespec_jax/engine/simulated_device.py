@@ -71,6 +71,7 @@ class SimulatedDevice:
         self.max_length = np.ones(rows, np.int64)
         self.done = np.ones(rows, bool)
         self.drafted = np.zeros(rows, np.int64)
+        self.scored = np.zeros(rows, bool)
         self.reported: dict[int, list[int]] = {}  # by rows that wait to hear what they emitted
         self.occupant: list[Script | None] = [None] * rows
         self.history = np.zeros(slots, np.uint64)  # of the KV in each slot
@@ -85,6 +86,7 @@ class SimulatedDevice:
         self._scripts[script.request.sampling.tobytes()] = script
 
     def run(self, step: PlannedStep) -> SimulatedResult:
+        self.k = self.buckets.queries_of(step.bucket) - 1
         layout = self.buckets.layout(step.bucket)
         assert step.packed.shape == (layout.size,)
         plan = layout.unpack(step.packed)
@@ -177,9 +179,10 @@ class SimulatedDevice:
         queries = []
         for row, index in drafts:
             assert index == self.drafted[row] < self.buckets.k
+            assert self.scored[row], "what drafts attend to is chosen by the verification before"
             queries.append(Query(row, self.length[row] - 1 + index, exact=False))
         for row, n_drafts in verifies:
-            assert n_drafts == self.drafted[row]
+            assert n_drafts == self.drafted[row] <= self.k
             first = self.length[row] - 1
             queries += [Query(row, first + i, exact=True) for i in range(n_drafts + 1)]
         for row, start, count, final in chunks:
@@ -230,11 +233,11 @@ class SimulatedDevice:
             while accepted < n_drafts and self._is_right(row, self.length[row] + accepted):
                 accepted += 1
             tokens[entry], finished[entry] = self._extend(row, accepted + 1)
-            self.drafted[row] = 0
+            self.drafted[row], self.scored[row] = 0, self.k > 0
         for entry, (row, _, _, final) in enumerate(chunks, start=bucket.verifies):
             if final:
                 tokens[entry], finished[entry] = self._extend(row, 1)
-                self.drafted[row] = 0
+                self.drafted[row], self.scored[row] = 0, self.k > 0
         return SimulatedResult(np.array([len(new) for new in tokens], int), finished, tokens)
 
     def _is_right(self, row: int, position: int) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 from collections import Counter, deque
 from typing import NamedTuple
 from unittest import mock
@@ -63,6 +64,7 @@ class Traffic:
     updates_per_chunk: int = 512
     policy: str = "aggressive"
     phases: str = "balanced"
+    ks: tuple[int, ...] = ()
     kv_chunk: int = 4
     host_chunks: int = 1000
     watermarks: tuple[int, int] = (8, 32)
@@ -95,6 +97,7 @@ class Loop:
             batch_buckets=traffic.batch_buckets,
             context_buckets=(32, 64),
             phases=traffic.phases,
+            ks=tuple(k for k in traffic.ks if k < traffic.k),
             delayed=traffic.delayed,
         )
         self.space = KvSpace(traffic.capacity + 1, traffic.kv_chunk, traffic.host_chunks)
@@ -107,6 +110,7 @@ class Loop:
         self.cancelled: set[int] = set()
         self.admitted: list[int] = []
         self.steps: list[Step] = []
+        self._ks = random.Random(0)
         self._in_flight = deque()
         for arrival in traffic.arrivals:
             self._prepare(arrival)
@@ -156,6 +160,8 @@ class Loop:
                 del self.live[number]
 
     def _advance(self) -> bool:
+        if self.traffic.ks:
+            self.scheduler.cycle_k = self._ks.choice(self.buckets.ks)
         planned = self.scheduler.plan()
         if planned is not None:
             self.admitted += [request.request_id for request in planned.admitted]
@@ -193,7 +199,8 @@ class Loop:
         step = Step(drafts, verifies, int(plan.chunks[:, 2].sum()), planned)
         assert drafts + verifies <= self.traffic.max_batch
         if self.traffic.phases == "balanced":
-            assert verifies <= self.buckets.most_verifies(self.traffic.max_batch)
+            k = self.buckets.queries_of(bucket) - 1
+            assert verifies <= self.buckets.most_verifies(self.traffic.max_batch, k)
         assert planned.tokens <= (
             drafts + verifies * (self.traffic.k + 1) + bucket.chunks * self.traffic.chunk
         )
@@ -272,6 +279,7 @@ def traffics(draw) -> Traffic:
         in_flight=draw(st.sampled_from([1, 1, 0])),
         delayed=draw(st.booleans()),
         updates_per_chunk=draw(st.sampled_from([512, 1])),
+        ks=draw(st.sampled_from([(), (), (0,), (0, 2)])),
         policy=draw(st.sampled_from(["aggressive", "aggressive", "conservative"])),
         phases=draw(st.sampled_from(["balanced", "balanced", "random", "lockstep"])),
         kv_chunk=draw(st.sampled_from([1, 4, 16])),
