@@ -60,7 +60,7 @@ class Run:
         return self
 
 
-@settings(max_examples=15, deadline=None, phases=[Phase.explicit, Phase.generate])
+@settings(max_examples=15, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
 @example(0.5, [1.0, 3.0, 1.0, 1.0], 0)
 @given(
     st.floats(0.05, 0.98),
@@ -69,7 +69,7 @@ class Run:
 )
 def test_it_is_never_slower_than_the_best_fixed_number_by_over_3_percent(agreement, times, seed):
     seconds = dict(zip(AUTO_KS, times, strict=True))
-    done = Run(seed=seed).steps(12_000, agreement, seconds)
+    done = Run(seed=seed).steps(20_000, agreement, seconds)
     best = max(36 * rate(k, shares_of(agreement), seconds) for k in AUTO_KS)
     assert done.tokens / done.seconds > 0.97 * best
 
