@@ -152,7 +152,7 @@ def test_without_drafts_every_row_verifies_in_every_step():
 def test_own_sizes_replace_the_default_ones_and_the_largest_is_always_there():
     made = make_buckets(max_batch=10, batch_buckets=(2, 8, 32), context_buckets=(256, 100_000))
     batches = {bucket.drafts for bucket in made.main() if bucket.drafts}
-    assert batches == {2, 8, made.most_drafts(10, 2)}
+    assert batches == {2, 8, made.most_drafts(10, 2, made.k)}
     assert {bucket.context for bucket in made.main()} == {256, made.width}
 
 

@@ -538,13 +538,13 @@ def watch(monkeypatch) -> Watch:
         back.sort(key=lambda row: -order[::-1].index(row.request.request_id))
         seen.back += [note(row.kv) for row in back]
 
-    def watched_join(scheduler, drafted=0, **options):
-        phase = join(scheduler, drafted, **options)
-        if scheduler._phases == "balanced" and not options:
+    def watched_join(scheduler, first, later=0):
+        phase = join(scheduler, first, later)
+        if scheduler._phases == "balanced" and not later:
             others = [row for row in scheduler._rows.values() if not row.kv.parked]
             counts = Counter(row.phase for row in others)
-            emptiest = min(counts[place] for place in range(drafted, scheduler._k + 1))
-            assert drafted <= phase <= scheduler._k
+            emptiest = min(counts[place] for place in range(first, scheduler._k + 1))
+            assert first <= phase <= scheduler._k
             assert counts[phase] == emptiest
         return phase
 
