@@ -18,6 +18,7 @@ from sparsespec_jax.engine.buckets import Buckets, Features
 from sparsespec_jax.engine.plan import Bucket, Plan
 from sparsespec_jax.engine.request import Request
 from sparsespec_jax.engine.row import Row
+from sparsespec_jax.engine.updates import Updates
 from sparsespec_jax.kv.manager import Holding, KvManager
 from sparsespec_jax.kv.space import Move
 
@@ -192,7 +193,7 @@ class Scheduler:
         drafting, verifying = drafting[: bucket.drafts], verifying[: bucket.verifies]
         layout = self._buckets.layout(bucket)
         packed, plan = layout.empty()
-        updates = _Updates(plan, self._kv)
+        updates = Updates(plan, self._kv)
 
         mapped = {row for row in drafting + verifying if updates.map(row, self._end(row))}
         stalled = len(drafting) + len(verifying) - len(mapped)
@@ -249,16 +250,11 @@ class Scheduler:
             plan.verifies[entry] = row.index, n_drafts
             emitting.append(Emitting(row, entry, n_drafts + 1, n_drafts))
             row.kv.unread += n_drafts + 1
-            row.sits_out = self._buckets.delayed
-            row.scored = self._buckets.queries_of(bucket) > 1
-            later = int(row.sits_out)
-            same = self._start(row) == row.start
-            row.first_phase = row.start if same else self._join_anew(row, later)
-            row.phase = row.first_phase - later
+            self._begin_cycle(row, bucket)
         return emitting
 
     def _plan_chunks(
-        self, plan: Plan, bucket: Bucket, rows: list[Row], updates: _Updates
+        self, plan: Plan, bucket: Bucket, rows: list[Row], updates: Updates
     ) -> list[Emitting]:
         """Prompt chunks, in order of admission, while there is room for them and their mapping.
 
@@ -287,10 +283,7 @@ class Scheduler:
                     emitting.append(Emitting(row, first_result + entry, 1, None))
                     row.kv.prefix.ready = True
                     row.kv.unread += 1
-                    row.sits_out = self._buckets.delayed
-                    row.scored = self._buckets.queries_of(bucket) > 1
-                    row.first_phase = self._join_anew(row, int(row.sits_out))
-                    row.phase = row.first_phase - row.sits_out
+                    self._begin_cycle(row, bucket)
                 entry += 1
         return emitting
 
@@ -299,14 +292,21 @@ class Scheduler:
         head = [row.index, len(request.prompt), request.max_length]
         return np.concatenate([head, request.sampling])
 
-    def _start(self, row: Row) -> int:
-        """The first phase of a whole cycle that starts now: it drafts if it knows with what."""
-        return self._k - (self.cycle_k if row.scored else 0)
+    def _begin_cycle(self, row: Row, bucket: Bucket) -> None:
+        """Of a row that the step verifies, or whose prompt it ends.
 
-    def _join_anew(self, row: Row, later: int) -> int:
-        """The phase of a row that starts to decode, or other cycles than before."""
-        row.phase, row.start = None, self._start(row)
-        return self._join(row.start, later)
+        It drafts if it knows with what. One that starts to decode, or other cycles than before,
+        joins the emptiest phase.
+        """
+        starts = row.phase is None
+        row.sits_out = self._buckets.delayed
+        row.scored = self._buckets.queries_of(bucket) > 1
+        later = int(row.sits_out)
+        row.first_phase = start = self._k - (self.cycle_k if row.scored else 0)
+        if starts or start != row.start:
+            row.phase, row.start = None, start
+            row.first_phase = self._join(start, later)
+        row.phase = row.first_phase - later
 
     def _join(self, first: int, later: int = 0) -> int:
         """The emptiest phase from `first` on, so that steps have about as many tokens as others.
@@ -322,32 +322,3 @@ class Scheduler:
             return int(self._random.integers(first, self._k + 1))
         counts = np.bincount(phases, minlength=self._k + 1)
         return first + int(counts[first:].argmin())
-
-
-class _Updates:
-    """Fills the page-table section of a plan."""
-
-    def __init__(self, plan: Plan, kv: KvManager):
-        self._entries = plan.updates
-        self._kv = kv
-        self._used = 0
-
-    def map(self, row: Row, end: int) -> bool:
-        """Map the row's positions up to `end`, or as many as fit; True if all of them are."""
-        start = row.kv.mapped
-        slots = self._kv.take(row.kv, min(end - start, len(self._entries) - self._used))
-        if count := len(slots):
-            span = slice(self._used, self._used + count)
-            self._entries[span, 0] = row.index
-            self._entries[span, 1] = np.arange(start, start + count)
-            self._entries[span, 2] = slots
-            self._entries[span, 3] = self._known_tokens(row, start, count)
-            self._used += count
-        return row.kv.mapped >= end
-
-    @staticmethod
-    def _known_tokens(row: Row, start: int, count: int) -> np.ndarray:
-        tokens = np.full(count, -1, np.int32)
-        prompt = row.request.prompt[start : start + count]
-        tokens[: len(prompt)] = prompt
-        return tokens
