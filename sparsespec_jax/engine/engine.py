@@ -92,12 +92,12 @@ class Engine:
         dtype = params["embedding"].dtype
         slots = pool_slots(model, config, self._buckets.width, dtype, device)
         chunk = chunk_tokens(model.kv_bytes_per_token(dtype))
+        chunks = host_chunks(model, config, self._buckets.width, dtype, slots, chunk)
         self._executor = Executor(
-            model, params, config, speculation, self._buckets, slots, placement, chunk
+            model, params, config, speculation, self._buckets, slots, placement, chunk, chunks
         )
-        self._slots, self._kv_chunk = slots, chunk
+        self._slots, self._kv_chunk, self._host_chunks = slots, chunk, chunks
         self._limits = Limits(model.vocab_size, self.max_context, slots - 1, self.k)
-        self._host_chunks = host_chunks(model, config, self._buckets.width, dtype, slots, chunk)
         self._reset_host()
 
         self._entropy = secrets.randbits(64) if config.seed is None else config.seed

@@ -54,8 +54,9 @@ class Executor:
         slots: int,
         placement: Placement,
         kv_chunk: int = 1,
+        host_chunks: int = 0,
     ):
-        """`kv_chunk`: tokens of the chunks that `move` takes."""
+        """`kv_chunk`: tokens of the chunks that `move` takes; `host_chunks`: most that leave."""
         self._model = model
         self._params = params
         self._config = config
@@ -63,8 +64,8 @@ class Executor:
         self._buckets = buckets
         self._slots = slots
         self._placement = placement
-        self._kv_chunk = kv_chunk
-        self._offload: KvOffload | None = None
+        self._host_chunks = host_chunks
+        self._offload = KvOffload(placement, kv_chunk)
         self._drafter = make_drafter(model, speculation, buckets.width, config.implementation)
         self._compiled: dict[Bucket, jax.stages.Compiled] = {}
         self.stats = DispatchStats()
@@ -76,17 +77,12 @@ class Executor:
 
     def release(self) -> None:
         """Let go of all device arrays; nothing can be dispatched any more."""
-        self._close_offload()
+        self._offload.close()
         self._params = self._pools = self._state = None
-
-    def _close_offload(self) -> None:
-        if self._offload is not None:
-            self._offload.close()
-        self._offload = None
 
     def reset(self) -> None:
         """Start over with an empty pool and no rows."""
-        self._close_offload()
+        self._offload.close()
         self._pools = self._state = None  # free the old ones first
         self._pools = make_pools(self._model, self._slots, self.dtype, self._placement)
         self._state = jax.jit(self._initial_state, out_shardings=self._placement.replicated)()
@@ -105,13 +101,10 @@ class Executor:
 
     def move(self, moves: list[Move]) -> None:
         """Enqueue moves of KV between the pool and host memory, before the next step."""
-        if not moves:
-            return
-        if self._offload is None:
-            self._offload = KvOffload(self._placement, self._kv_chunk)
-        table = self._state.page_table
-        self._pools, table = self._offload.move(moves, self._pools, table)
-        self._state = self._state._replace(page_table=table)
+        if moves:
+            table = self._state.page_table
+            self._pools, table = self._offload.move(moves, self._pools, table)
+            self._state = self._state._replace(page_table=table)
 
     def dispatch(self, bucket: Bucket, packed: np.ndarray) -> jax.Array:
         """Enqueue a step and return its packed result, whose copy to the host is under way."""
@@ -153,7 +146,11 @@ class Executor:
         return jitted.trace(*arguments, packed).lower(**kwargs)
 
     def warmup(self, buckets: list[Bucket], progress: Callable | None = None) -> None:
-        """Compile `buckets` ahead of use, several at a time."""
+        """Compile `buckets` ahead of use, several at a time, and what moves KV."""
+        if self._host_chunks:
+            table = self._state.page_table
+            self._pools, table = self._offload.warmup(self._pools, table, self._host_chunks)
+            self._state = self._state._replace(page_table=table)
         with ThreadPoolExecutor(min(_COMPILING, os.cpu_count() or 1)) as pool:
             done = [pool.submit(self.compile, bucket) for bucket in buckets]
             for future in progress(done) if progress else done:

@@ -22,7 +22,9 @@ from sparsespec_jax.parallel.sharding import Placement
 
 CHUNK_BYTES = 32 * 2**20  # smaller ones copy more slowly, and cost the dispatching thread more
 CHUNKS_PER_STEP = 4  # back to the device: up to 128 MiB, 2.7 ms at 48 GB/s
+_AT_ONCE = (4, 2, 1)  # chunks that one call unpacks: it launches two kernels a layer, however many
 _IN_FLIGHT = 8  # chunks packed on the device and not on the host yet
+_RESERVED_BYTES = 8 * 2**30  # of pinned memory, allocated early: that stops the GPU for a while
 
 
 def chunk_tokens(token_bytes: int) -> int:
@@ -48,25 +50,41 @@ class KvOffload:
         self._unpack = jax.jit(_unpack, donate_argnums=0)
         self._map = jax.jit(_map, donate_argnums=0)
 
+    def warmup(self, pools: Pools, table: jax.Array, chunks: int) -> tuple[Pools, jax.Array]:
+        """Compile what moves, and allocate host memory for up to `chunks`. Donates as `move`."""
+        nothing = np.full(self._chunk, TRASH_SLOT, np.int32)
+        packed = self._pack(pools, nothing)
+        for count in _AT_ONCE:
+            pools = self._unpack(pools, (packed,) * count, np.tile(nothing, count))
+        table = self._map(table, nothing, np.zeros(2, np.int32))
+        if packed.devices().pop().platform != "cpu":
+            chunks = min(chunks, _RESERVED_BYTES // packed.nbytes)
+            jax.block_until_ready([jax.device_put(packed, self._on_host) for _ in range(chunks)])
+        return pools, table
+
     def move(self, moves: list[Move], pools: Pools, table: jax.Array) -> tuple[Pools, jax.Array]:
         """Carries out `moves` in order. Pools and page table [R, N] are donated."""
+        back: list[Restore] = []
         for move in moves:
             match move:
                 case Evict(slots, chunk):
+                    pools = self._restore(pools, back)
                     self._evict(pools, slots, chunk)
-                case Restore(chunk, slots):
-                    packed = jax.device_put(self._chunks.pop(chunk).result(), self._on_device)
-                    pools = self._unpack(pools, packed, self._padded(slots))
+                case Restore(_, slots):
+                    if any(np.isin(slots, other.slots).any() for other in back):
+                        pools = self._restore(pools, back)  # order matters
+                    back.append(move)
                 case Map(row, position, slots):
                     table = self._map(table, self._padded(slots), np.int32([row, position]))
                 case Forget(chunk):
                     del self._chunks[chunk]
-        return pools, table
+        return self._restore(pools, back), table
 
     def close(self) -> None:
-        """Wait for copies under way, and forget all chunks."""
+        """Wait for copies under way, and forget all chunks; new ones may follow."""
         if self._worker is not None:
             self._worker.shutdown()
+        self._worker = None
         self._chunks.clear()
 
     def _evict(self, pools: Pools, slots: np.ndarray, chunk: int) -> None:
@@ -75,6 +93,17 @@ class KvOffload:
         self._in_flight.acquire()
         packed = self._pack(pools, self._padded(slots))
         self._chunks[chunk] = self._worker.submit(self._to_host, packed)
+
+    def _restore(self, pools: Pools, moves: list[Restore]) -> Pools:
+        """Carries out `moves`, several at once, and empties the list."""
+        while moves:
+            count = next(count for count in _AT_ONCE if count <= len(moves))
+            now, moves[:] = moves[:count], moves[count:]
+            packed = [self._chunks.pop(move.chunk).result() for move in now]
+            packed = tuple(jax.device_put(packed, self._on_device))
+            slots = np.concatenate([self._padded(move.slots) for move in now])
+            pools = self._unpack(pools, packed, slots)
+        return pools
 
     def _to_host(self, packed: jax.Array) -> jax.Array:
         try:
@@ -93,10 +122,11 @@ def _pack(pools: Pools, slots: jax.Array) -> jax.Array:
     return jnp.stack([jnp.stack([pool[slots] for pool in layer]) for layer in pools])
 
 
-def _unpack(pools: Pools, packed: jax.Array, slots: jax.Array) -> Pools:
+def _unpack(pools: Pools, packed: tuple[jax.Array, ...], slots: jax.Array) -> Pools:
+    """Writes KV that `_pack` packed to `slots`, those of one chunk after another."""
     return tuple(
         tuple(pool.at[slots].set(values) for pool, values in zip(layer, both, strict=True))
-        for layer, both in zip(pools, packed, strict=True)
+        for layer, both in zip(pools, jnp.concatenate(packed, axis=2), strict=True)
     )
 
 

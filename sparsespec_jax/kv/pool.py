@@ -63,14 +63,15 @@ def host_chunks(
     No more than `max_batch` requests of `width` tokens need beside a pool of `slots`, and two more
     for each request, since every row and every prefix has a chunk that is not full.
     """
-    if config.kv_policy == "recompute":
+    beside = config.max_batch * width - (slots - 1)
+    if config.kv_policy == "recompute" or beside <= 0:
         return 0
     chunk_bytes = chunk * model.kv_bytes_per_token(dtype)
     most = config.max_host_kv_bytes
     if most is None:
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         most = int(HOST_FRACTION * free)
-    useful = -(-max(0, config.max_batch * width - slots) // chunk) + 2 * config.max_batch
+    useful = -(-beside // chunk) + 2 * config.max_batch
     return min(most // chunk_bytes, useful)
 
 

@@ -152,7 +152,8 @@ def test_pools_and_page_table_are_changed_in_place(offload):
     packed = jax.ShapeDtypeStruct((LAYERS, 2, CHUNK, HEADS, HEAD_DIM), jnp.float32)
     pack = offload._pack.lower(pools, chunk).compile().memory_analysis()
     assert pack.temp_size_in_bytes + pack.output_size_in_bytes < layer_keys / 2
-    unpack = offload._unpack.lower(pools, packed, chunk).compile().memory_analysis()
+    chunks = jax.ShapeDtypeStruct((2 * CHUNK,), jnp.int32)
+    unpack = offload._unpack.lower(pools, (packed, packed), chunks).compile().memory_analysis()
     assert unpack.temp_size_in_bytes < layer_keys / 2
     assert unpack.alias_size_in_bytes >= 2 * LAYERS * layer_keys
     table = jax.ShapeDtypeStruct((512, 4096), jnp.int32)
@@ -172,6 +173,41 @@ def test_moving_consumes_the_pools_and_makes_no_copy_of_them(shared):
     assert not new_table.is_deleted()
 
 
+@pytest.mark.parametrize(("chunks", "calls"), [(1, 1), (4, 1), (7, 3), (8, 2)])
+def test_chunks_that_come_back_together_are_unpacked_together(offload, monkeypatch, chunks, calls):
+    pools, table = make_pools(jnp.float32), make_table()
+    before, counts, unpack = on_host(pools), [], offload._unpack
+    monkeypatch.setattr(offload, "_unpack", lambda *args: counts.append(1) or unpack(*args))
+    away = [Evict(slots(1 + number), number) for number in range(chunks)]
+    back = [Restore(number, slots(20 + number)) for number in range(chunks)]
+    pools, table = offload.move([*away, *back], pools, table)
+    assert len(counts) == calls
+    for after, old in zip(on_host(pools), before, strict=True):
+        np.testing.assert_array_equal(after[20 : 20 + chunks], old[1 : 1 + chunks])
+
+
+def test_a_chunk_that_came_back_can_leave_again_at_once(offload):
+    pools, table = make_pools(jnp.float32), make_table()
+    before = on_host(pools)
+    moves = [Evict(slots(1, 2), 0), Restore(0, slots(3, 4)), Evict(slots(3), 1)]
+    pools, table = offload.move([*moves, Restore(1, slots(5))], pools, table)
+    for after, old in zip(on_host(pools), before, strict=True):
+        np.testing.assert_array_equal(after[5], old[1])
+
+
+def test_a_warm_up_leaves_all_but_the_trash_slot_and_compiles_what_moves(offload):
+    pools, table = make_pools(jnp.float32), make_table()
+    before, mapped = on_host(pools), np.asarray(table)
+    pools, table = offload.warmup(pools, table, chunks=3)
+    np.testing.assert_array_equal(table, mapped)
+    for after, old in zip(on_host(pools), before, strict=True):
+        np.testing.assert_array_equal(after[1:], old[1:])
+    compiled = [f._cache_size() for f in (offload._pack, offload._unpack, offload._map)]
+    moves = [Evict(slots(1, 2), 0), Restore(0, slots(3, 4)), Map(0, 0, slots(3))]
+    offload.move(moves, pools, table)
+    assert [f._cache_size() for f in (offload._pack, offload._unpack, offload._map)] == compiled
+
+
 def lowered(offload: KvOffload) -> dict[str, str]:
     """Each function's program for an NVIDIA GPU, at the sizes of a real model."""
     pool = jax.ShapeDtypeStruct((200_000, 8, 128), jnp.bfloat16)
@@ -182,7 +218,7 @@ def lowered(offload: KvOffload) -> dict[str, str]:
     pools = ((pool, pool),) * LAYERS
     calls = {
         "pack": (offload._pack, (pools, chunk)),
-        "unpack": (offload._unpack, (pools, packed, chunk)),
+        "unpack": (offload._unpack, (pools, (packed,), chunk)),
         "map": (offload._map, (table, chunk, place)),
     }
     return {
