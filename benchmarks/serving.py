@@ -239,7 +239,7 @@ class Copies:
         self._rates["back"].append(size / (time.perf_counter() - start) / 1e9)
 
     def summary(self, shape: tuple[int, ...], dtype: jnp.dtype) -> dict:
-        """`shape`, `dtype`: of a chunk, for the bare copies: one at a time, nothing else running."""
+        """`shape`, `dtype`: of a chunk, for the bare copies: one at a time, on an idle GPU."""
         self._watcher.shutdown()
         chunk = jax.device_put(jnp.ones(shape, dtype), self._offload._on_device)
         bare: dict[str, list[float]] = {"out": [], "back": []}
