@@ -6,7 +6,27 @@ import collections
 import gzip
 import json
 import re
+import statistics
 from pathlib import Path
+
+
+def copy_rates(directory: Path, least: int = 1 << 20) -> dict[str, float]:
+    """GB/s of the copies of `least` bytes or more between host and device, by direction: medians.
+
+    Of the one trace under `directory`.
+    """
+    rates = collections.defaultdict(list)
+    for event in _events(directory):
+        details = event.get("args", {}).get("memcpy_details", "")
+        size = re.search(r"size:(\d+)", details)
+        if event.get("ph") == "X" and size and int(size[1]) >= least and event["dur"]:
+            rates[event["name"]].append(int(size[1]) / event["dur"] / 1e3)
+    return {name: round(statistics.median(found), 1) for name, found in rates.items()}
+
+
+def _events(directory: Path) -> list[dict]:
+    (trace,) = directory.rglob("*.trace.json.gz")
+    return json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
 
 
 def kernel_times(directory: Path, steps: int, most: int = 40) -> dict[str, float]:
@@ -16,8 +36,7 @@ def kernel_times(directory: Path, steps: int, most: int = 40) -> dict[str, float
     seen one by one, so trace with XLA_FLAGS=--xla_gpu_enable_command_buffer= (which makes the gaps
     between them larger than they are).
     """
-    (trace,) = directory.rglob("*.trace.json.gz")
-    events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+    events = _events(directory)
     devices = {
         event["pid"]
         for event in events

@@ -39,6 +39,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.models import SHAPES, model_of, random_params
+from benchmarks.profiling import copy_rates
 from benchmarks.report import environment, write
 from benchmarks.step_time import randomize
 from sparsespec_jax.config import EngineConfig, SpeculationConfig
@@ -344,6 +345,9 @@ def measure(
     before = engine.stats()
     finished = progress.done.wait(args.window or args.timeout)
     end, after = time.perf_counter(), engine.stats()
+    if args.trace:
+        with jax.profiler.trace(str(args.trace / name)):
+            progress.done.wait(args.trace_seconds)
     progress.done.set()
     watcher.join()
     engine.close()
@@ -366,7 +370,11 @@ def measure(
     return {
         "benchmark": "serving",
         "setting": name,
-        **{key: value for key, value in vars(args).items() if key not in ("json", "settings")},
+        **{
+            key: value
+            for key, value in vars(args).items()
+            if key not in ("json", "settings", "trace")
+        },
         "pool_tokens": after.slots,
         "warmup_seconds": round(warmup_seconds, 1),
         "requests": len(requests),
@@ -383,6 +391,7 @@ def measure(
         "ttft_ms_p50_p99": percentiles(first, 1),
         "tpot_ms_p50_p99": percentiles(1e3 * np.array(each), 3),
         "kv": kv,
+        **({"traced_copies_gb_s": copy_rates(args.trace / name)} if args.trace else {}),
         **copies.summary(
             (model.num_layers, 2, engine._kv_chunk, model.num_kv_heads, model.head_dim),
             params["embedding"].dtype,
@@ -413,6 +422,8 @@ def main() -> None:
     parser.add_argument("--accepted", type=float, nargs="+", default=ACCEPTED)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--window", type=float, default=0, help="seconds; 0: the whole workload")
+    parser.add_argument("--trace", type=Path, help="trace copies behind the window, into this")
+    parser.add_argument("--trace-seconds", type=float, default=2)
     parser.add_argument("--timeout", type=float, default=300)
     parser.add_argument("--compilation-cache")
     parser.add_argument("--json", type=Path, help="append the results to this file")

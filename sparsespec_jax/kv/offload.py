@@ -1,7 +1,7 @@
 """KV that moves between the device's pool and host memory.
 
 A chunk leaves in two steps: a gather packs it into one array on the device, in the order of the
-steps around it, so that its slots are free for the next one; a worker thread then copies that array
+steps around it, so that its slots are free for the next one; a thread then copies that array
 to pinned host memory while the steps go on. It comes back the same way. Only whole arrays cross:
 nothing indexes host memory inside a compiled function.
 """
@@ -24,6 +24,7 @@ CHUNK_BYTES = 32 * 2**20  # smaller ones copy more slowly, and cost the dispatch
 CHUNKS_PER_STEP = 4  # back to the device: up to 128 MiB, 2.7 ms at 48 GB/s
 _AT_ONCE = (4, 2, 1)  # chunks that one call unpacks: it launches two kernels a layer, however many
 _IN_FLIGHT = 8  # chunks packed on the device and not on the host yet
+_COPIES = 4  # at once: each waits until the steps enqueued before it are done
 _RESERVED_BYTES = 8 * 2**30  # of pinned memory, allocated early: that stops the GPU for a while
 
 
@@ -40,11 +41,12 @@ class KvOffload:
         self._chunk = chunk
         self._on_device = placement.of(None, None, None, "kv_heads", None)
         device = placement.mesh.devices.flat[0]
+        self._on_cpu = device.platform == "cpu"
         kinds = {memory.kind for memory in device.addressable_memories()}
         kind = "pinned_host" if "pinned_host" in kinds else device.default_memory().kind
         self._on_host = self._on_device.with_memory_kind(kind)
         self._chunks: dict[int, Future[jax.Array]] = {}
-        self._worker: ThreadPoolExecutor | None = None
+        self._threads: ThreadPoolExecutor | None = None
         self._in_flight = threading.BoundedSemaphore(_IN_FLIGHT)
         self._pack = jax.jit(_pack, out_shardings=self._on_device)
         self._unpack = jax.jit(_unpack, donate_argnums=0)
@@ -57,7 +59,7 @@ class KvOffload:
         for count in _AT_ONCE:
             pools = self._unpack(pools, (packed,) * count, np.tile(nothing, count))
         table = self._map(table, nothing, np.zeros(2, np.int32))
-        if packed.devices().pop().platform != "cpu":
+        if not self._on_cpu:
             chunks = min(chunks, _RESERVED_BYTES // packed.nbytes)
             jax.block_until_ready([jax.device_put(packed, self._on_host) for _ in range(chunks)])
         return pools, table
@@ -82,17 +84,17 @@ class KvOffload:
 
     def close(self) -> None:
         """Wait for copies under way, and forget all chunks; new ones may follow."""
-        if self._worker is not None:
-            self._worker.shutdown()
-        self._worker = None
+        if self._threads is not None:
+            self._threads.shutdown()
+        self._threads = None
         self._chunks.clear()
 
     def _evict(self, pools: Pools, slots: np.ndarray, chunk: int) -> None:
-        if self._worker is None:
-            self._worker = ThreadPoolExecutor(1, thread_name_prefix="kv-offload")
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(_COPIES, thread_name_prefix="kv-offload")
         self._in_flight.acquire()
         packed = self._pack(pools, self._padded(slots))
-        self._chunks[chunk] = self._worker.submit(self._to_host, packed)
+        self._chunks[chunk] = self._threads.submit(self._to_host, packed)
 
     def _restore(self, pools: Pools, moves: list[Restore]) -> Pools:
         """Carries out `moves`, several at once, and empties the list."""
