@@ -19,9 +19,11 @@ operations or weights, whichever takes longer.
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
 import time
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -82,14 +84,16 @@ def measure(args: argparse.Namespace) -> dict:
     def start_over() -> None:
         executor.transform(lambda pools, state: (pools, mid_run(state, model, speculation, args)))
 
+    cycle = [(bucket, packed) for packed in plans]
     windows, kernels = [], None
     for _ in range(args.windows):
         start_over()
-        windows.append(run(executor, bucket, plans, args.steps))
+        seconds, dispatch = timed_steps(executor, cycle, args.steps)
+        windows.append((statistics.fmean(seconds), dispatch))
     if args.profile:
         start_over()
         with jax.profiler.trace(str(args.profile)):
-            run(executor, bucket, plans, args.steps)
+            timed_steps(executor, cycle, args.steps)
         kernels = kernel_times(args.profile, steps)
     memory = peak_memory_gib()
     executor.release()
@@ -150,19 +154,31 @@ def mid_run(
     state: DecodeState, model: ModelConfig, speculation: SpeculationConfig, args: argparse.Namespace
 ) -> DecodeState:
     """Every row with `--context` tokens, half of its last cycle's drafts accepted."""
-    rows, width = state.tokens.shape
-    live = jnp.arange(rows) < args.batch
+    leaves, tree = jax.tree.flatten(jax.tree.map(lambda leaf: leaf.sharding, state))
+    make = _mid_run(tree, *leaves)
+    budget = speculation.budget(args.context)
+    recent = 1 + speculation.ks[0] // 2
+    numbers = args.batch, args.context, recent, budget, args.slots, model.vocab_size
+    return make(state, np.array(numbers, np.int32), np.float32(args.temperature))
 
-    def make(state: DecodeState) -> DecodeState:
+
+@functools.lru_cache(maxsize=1)
+def _mid_run(tree: jax.tree_util.PyTreeDef, *shardings: jax.sharding.Sharding) -> Callable:
+    """Compiled once for all batches and contexts of an executor."""
+
+    @functools.partial(jax.jit, out_shardings=tree.unflatten(shardings))
+    def make(state: DecodeState, numbers: jax.Array, temperature: jax.Array) -> DecodeState:
+        batch, context, recent, budget, slots, vocabulary = numbers
+        rows, width = state.tokens.shape
+        live = jnp.arange(rows) < batch
         keys = jax.random.split(jax.random.key(0), 4)
         sampling = state.sampling._replace(
-            temperature=jnp.full(rows, args.temperature),
+            temperature=jnp.full(rows, temperature),
             seed=jax.random.bits(keys[0], (rows, 2), jnp.uint32),
         )
         drafter = state.drafter
         if drafter is not None:
-            recent = 1 + speculation.k // 2
-            start, count = args.context - recent, speculation.budget(args.context) - recent
+            start, count = context - recent, budget - recent
             # One position, at random, in each of `count` equal spans: ascending and distinct.
             place = jnp.arange(drafter.selected.shape[-1])
             place = place + jax.random.uniform(keys[1], drafter.selected.shape)
@@ -171,25 +187,28 @@ def mid_run(
                 count=jnp.where(live, count, 0),
                 recent_start=jnp.where(live, start, 0),
             )
-        slots = jax.random.randint(keys[2], (rows, width), 1, args.slots)
         return state._replace(
-            tokens=jax.random.randint(keys[3], (rows, width), 0, model.vocab_size),
-            page_table=jnp.where(live[:, None], slots, 0),
-            length=jnp.where(live, args.context, 1),
+            tokens=jax.random.randint(keys[3], (rows, width), 0, vocabulary),
+            page_table=jnp.where(
+                live[:, None], jax.random.randint(keys[2], (rows, width), 1, slots), 0
+            ),
+            length=jnp.where(live, context, 1),
             max_length=jnp.where(live, width, 1),
             done=~live,
             sampling=sampling,
             drafter=drafter,
         )
 
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
-    return jax.jit(make, out_shardings=shardings)(state)
+    return make
 
 
-def run(
-    executor: Executor, bucket: Bucket, plans: list[np.ndarray], steps: int
-) -> tuple[float, float]:
-    """Seconds a step, from one result to another `steps` later, and to dispatch one (median)."""
+def timed_steps(
+    executor: Executor, cycle: list[tuple[Bucket, np.ndarray]], steps: int
+) -> tuple[list[float], float]:
+    """Seconds from each step's result to the next one's, and to dispatch one (median).
+
+    Of `steps` steps behind some to warm up, which go through `cycle` again and again.
+    """
     in_flight, dispatches, arrivals = deque(), [], []
 
     def read() -> None:
@@ -198,13 +217,14 @@ def run(
 
     for step in range(WARMUP + steps):
         start = time.perf_counter()
-        in_flight.append(executor.dispatch(bucket, plans[step % len(plans)]))
+        in_flight.append(executor.dispatch(*cycle[step % len(cycle)]))
         dispatches.append(time.perf_counter() - start)
         if len(in_flight) == IN_FLIGHT:
             read()
     while in_flight:
         read()
-    return (arrivals[-1] - arrivals[WARMUP - 1]) / steps, statistics.median(dispatches[WARMUP:])
+    seconds = np.diff(arrivals[WARMUP - 1 :]).tolist()
+    return seconds, statistics.median(dispatches[WARMUP:])
 
 
 def main() -> None:
