@@ -52,6 +52,7 @@ def measure(args: argparse.Namespace) -> dict:
     k = 0 if args.method == "none" else args.k
     steps = WARMUP + args.steps
     width = args.context + steps + 2 * k + 2  # a row grows by k + 1 tokens in k + 1 steps at most
+    width = max(width, args.width)
     model, dtype = model_of(args.shape, width), jnp.dtype(args.dtype)
     config = EngineConfig(
         max_batch=args.batch, max_context=width, implementation=args.implementation
@@ -235,6 +236,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--context", type=int, default=8192)
     parser.add_argument("--k", type=int, default=8)
+    parser.add_argument("--width", type=int, default=0, help="of the bucket; default: as needed")
     parser.add_argument("--drafts", type=int, help="draft rows; default: as the engine would")
     parser.add_argument("--verifies", type=int, help="verify rows; default: as the engine would")
     parser.add_argument("--slots", type=int, default=400_000, help="of the KV pool")
