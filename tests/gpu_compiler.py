@@ -43,7 +43,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from pallas_kernels import gpus
 from pallas_kernels.lowering import lower_for_cuda
 
-topology = topologies.get_topology_desc("h200", "cuda", topology="1x1x1", target_config=sys.argv[1])
+target = {"topology": f"1x1x{sys.argv[2]}", "target_config": sys.argv[1]}
+topology = topologies.get_topology_desc("h200", "cuda", **target)
 replicated = NamedSharding(Mesh(topology.devices, ("x",)), PartitionSpec())
 
 def temp_bytes(f, *args, **kwargs):
@@ -56,10 +57,11 @@ def temp_bytes(f, *args, **kwargs):
 """
 
 
-def compile_for_h200(program: str, *, mosaic: bool = False) -> dict[str, int]:
+def compile_for_h200(program: str, *, mosaic: bool = False, devices: int = 1) -> dict[str, int]:
     """What a program says that calls `temp_bytes` and leaves a dictionary named `result`.
 
-    `mosaic` says that it compiles kernels of Mosaic GPU, `matmul`'s.
+    `mosaic` says that it compiles kernels of Mosaic GPU, as `matmul`'s. `topology` has `devices`;
+    `temp_bytes` is for one.
     """
     plugin = _library(*_PLUGIN)
     env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | {
@@ -70,9 +72,8 @@ def compile_for_h200(program: str, *, mosaic: bool = False) -> dict[str, int]:
     if mosaic:
         env["LD_PRELOAD"] = str(_library(*_MOSAIC))
     code = f"{_PROLOGUE}\n{program}\nprint(json.dumps(result))"
-    done = subprocess.run(
-        [sys.executable, "-c", code, _H200], env=env, capture_output=True, text=True, check=False
-    )
+    command = [sys.executable, "-c", code, _H200, str(devices)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout.splitlines()[-1])
 

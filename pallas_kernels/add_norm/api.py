@@ -33,7 +33,7 @@ def add_norm(
         The sum (`x` itself if there is no `delta`) and the norm, both like `x`.
     """
     pallas, interpret = resolve(implementation, interpret)
-    _check(x, delta, scale, eps)
+    check_arguments(x, delta, scale, eps)
     if x.size == 0:
         return x, x
     if not pallas:
@@ -43,7 +43,7 @@ def add_norm(
     return pallas_triton.add_norm(x, delta, scale, eps=float(eps), interpret=interpret)
 
 
-def _check(x: Array, delta: Array | None, scale: Array, eps: float) -> None:
+def check_arguments(x: Array, delta: Array | None, scale: Array, eps: float) -> None:
     check(x.ndim >= 1, "x is a scalar, but must be [..., hidden]")
     check(
         x.dtype in (jnp.float16, jnp.bfloat16, jnp.float32),
