@@ -27,9 +27,10 @@ def peak_memory_gib() -> float:
     return memory.get("peak_bytes_in_use", 0) / 2**30
 
 
-def write(row: dict, path: Path | None) -> None:
-    """Print a row, and append it to the file at `path` if there is one."""
-    print(json.dumps(row, indent=1))
+def write(row: dict, path: Path | None, *, show: bool = True) -> None:
+    """Print a row if `show`, and append it to the file at `path` if there is one."""
+    if show:
+        print(json.dumps(row, indent=1))
     if path:
         with path.open("a") as file:
             file.write(json.dumps(row) + "\n")
