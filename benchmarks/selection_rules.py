@@ -26,7 +26,7 @@ from sparsespec_jax import drafters
 from sparsespec_jax.countdown import held_out
 from sparsespec_jax.drafters.base import Verified
 from sparsespec_jax.drafters.pillar import PillarDrafter
-from sparsespec_jax.drafters.score_rules import Rule, Weights, paper, shifted
+from sparsespec_jax.drafters.score_rules import SCORE_RULES, Rule, Weights, paper, shifted
 
 PAGE = 4
 
@@ -36,11 +36,6 @@ def first_and_last(queries: jax.Array, committed: jax.Array, n: int) -> Weights:
     query, last = jnp.arange(n), queries[:, None] - 1
     ends = ((query == 0) | (query == last)) & (query <= last)
     return Weights(ends / jnp.maximum(ends.sum(axis=1, keepdims=True), 1.0), None)
-
-
-def one_list_a_layer(ranking: jax.Array) -> jax.Array:
-    mean = ranking.astype(jnp.float32).mean(axis=2, keepdims=True)
-    return jnp.broadcast_to(mean, ranking.shape)
 
 
 def pages(ranking: jax.Array) -> jax.Array:
@@ -57,10 +52,6 @@ class Selection(NamedTuple):
 
     def drafter(self) -> type[PillarDrafter]:
         class Drafter(PillarDrafter):
-            def __init__(drafter, *args, **kwargs):
-                super().__init__(*args, **kwargs)
-                drafter._rule = self.rule
-
             def _ranking(drafter, verified: Verified) -> jax.Array:
                 return self.adjust(super()._ranking(verified))
 
@@ -68,13 +59,13 @@ class Selection(NamedTuple):
 
 
 SELECTIONS = {
-    "paper": Selection(paper),
-    "paper, first and last query": Selection(first_and_last),
-    "paper, one list a layer": Selection(paper, one_list_a_layer),
-    "paper, pages of 4": Selection(paper, pages),
-    "shifted": Selection(shifted),
-    "shifted, one list a layer": Selection(shifted, one_list_a_layer),
-    "shifted, pages of 4": Selection(shifted, pages),
+    "paper": Selection(SCORE_RULES["paper"]),
+    "paper, first and last query": Selection(Rule(first_and_last, shared=False)),
+    "paper, one list a layer": Selection(Rule(paper, shared=True)),
+    "paper, pages of 4": Selection(SCORE_RULES["paper"], pages),
+    "shifted": Selection(SCORE_RULES["shifted"]),
+    "shifted, a list for each head": Selection(Rule(shifted, shared=False)),
+    "shifted, pages of 4": Selection(SCORE_RULES["shifted"], pages),
 }
 
 
@@ -83,7 +74,11 @@ def rows(args: Namespace) -> Iterator[dict]:
     settings = {"k": args.k, "min_budget": args.min_budget, "temperature": args.temperature}
     speculation = {"method": "pillar", "score_rule": "paper"}
     for name in args.rules or SELECTIONS:
-        with mock.patch.object(drafters, "PillarDrafter", SELECTIONS[name].drafter()):
+        selection = SELECTIONS[name]
+        with (
+            mock.patch.dict(SCORE_RULES, paper=selection.rule),
+            mock.patch.object(drafters, "PillarDrafter", selection.drafter()),
+        ):
             if args.problems:
                 more = Namespace(**settings, **speculation, seed=0, batch=args.batch)
                 yield {"rule": name, "model": "countdown", **settings, **on_countdown(args, more)}

@@ -188,6 +188,7 @@ def rank_time(case: Rank, n_calls: int, repeats: int, implementation: str) -> fl
         rank = functools.partial(
             rank_positions,
             group=case.group,
+            lists=case.lists,
             drafts=case.k,
             context=case.context,
             implementation=implementation,

@@ -44,6 +44,7 @@ class Attention:
     chunk: int = 1
     scores: bool = False
     n_kv_heads: int = 8
+    lists: int = 1
     group: int = 4
     head_dim: int = 128
     dtype: str = "bfloat16"
@@ -64,7 +65,7 @@ class Attention:
         n_rows = self.n_drafts + self.n_verify + self.n_prefill
         n_slots = 1 + n_rows * self.context
         page_table = 1 + rng.permutation(n_slots - 1).reshape(n_rows, self.context)
-        selected = np.empty((1, n_rows, self.n_kv_heads, self.selected), np.int32)
+        selected = np.empty((1, n_rows, self.lists, self.selected), np.int32)
         recent_start = self.context - self.recent
         for index in np.ndindex(selected.shape[:3]):
             selected[index] = np.sort(rng.choice(recent_start, self.selected, replace=False))
@@ -206,19 +207,19 @@ class Select:
     n_rows: int
     context: int
     n_selected: int
-    n_kv_heads: int = 8
+    lists: int = 1
     dtype: str = "float16"
     k: int | None = None
 
     def bytes(self) -> int:
         """Scores once, lists once."""
         itemsize = jnp.dtype(self.dtype).itemsize
-        lists = self.n_layers * self.n_rows * self.n_kv_heads
+        lists = self.n_layers * self.n_rows * self.lists
         return lists * (self.context * itemsize + self.n_selected * 4)
 
     def inputs(self) -> tuple[Array, Array, Array]:
         """Scores like those of attention: most are tiny, a few hold nearly all the mass."""
-        shape = (self.n_layers, self.n_rows, self.n_kv_heads, self.context)
+        shape = (self.n_layers, self.n_rows, self.lists, self.context)
         scores = jnp.exp(4 * _normal(shape, "float32", 0) - 12).astype(self.dtype)
         rows = np.ones(self.n_rows)
         return scores, _ints(rows * self.context), _ints(rows * self.n_selected)
@@ -234,12 +235,13 @@ class Rank:
     k: int
     shifted: bool = True
     n_kv_heads: int = 8
+    lists: int = 1
     group: int = 4
 
     def bytes(self) -> int:
         """Codes once, the ranking once."""
-        lists = self.n_layers * self.n_rows * self.n_kv_heads
-        return lists * self.context * ((self.k + 1) * self.group + 2)
+        codes = self.n_kv_heads * (self.k + 1) * self.group
+        return self.n_layers * self.n_rows * self.context * (codes + 2 * self.lists)
 
     def inputs(self) -> tuple[Any, ...]:
         """Array arguments of `rank_positions`, half of the drafts accepted."""
@@ -359,9 +361,12 @@ H200 = {
     },
     "rank_positions": {
         "shifted": Rank(36, 15, context=8192, k=8),
-        "paper": Rank(36, 15, context=8192, k=8, shifted=False),
+        "paper": Rank(36, 15, context=8192, k=8, shifted=False, lists=8),
     },
-    "select_positions": {"8K": Select(36, 15, context=8192, n_selected=410)},
+    "select_positions": {
+        "shared": Select(36, 15, context=8192, n_selected=410),
+        "for each head": Select(36, 15, context=8192, n_selected=410, lists=8),
+    },
     "sample_tokens": {
         "plain": Sample(248, 151_936),
         "greedy": Sample(248, 151_936, temperature=0),
@@ -387,9 +392,9 @@ TINY = {
     "matmul": {"tiny": Matmul(11, 96, 64, dtype="float32")},
     "rank_positions": {
         "shifted": Rank(2, 3, context=256, k=3, n_kv_heads=2),
-        "paper": Rank(2, 3, context=256, k=3, n_kv_heads=2, shifted=False),
+        "paper": Rank(2, 3, context=256, k=3, n_kv_heads=2, shifted=False, lists=2),
     },
-    "select_positions": {"256": Select(2, 3, context=256, n_selected=12, n_kv_heads=2)},
+    "select_positions": {"256": Select(2, 3, context=256, n_selected=12)},
     "sample_tokens": {
         "plain": Sample(3, 100),
         "top_k, top_p": Sample(3, 100, top_k=5, top_p=0.9),

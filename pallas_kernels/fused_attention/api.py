@@ -178,10 +178,12 @@ def _check_drafts(drafts: DraftSlots, n_kv_heads: int, layer: int) -> None:
     check(
         slots.ndim == 4
         and slots.dtype == jnp.int32
-        and slots.shape[1:3] == (length.shape[0], n_kv_heads)
+        and slots.shape[1] == length.shape[0]
+        and slots.shape[2] >= 1
+        and n_kv_heads % slots.shape[2] == 0
         and slots.shape[3] >= 1,
-        f"drafts.slots is {slots.dtype}{list(slots.shape)}, but must be int32[L, Nd, Hkv, W] "
-        f"with Nd={length.shape[0]}, Hkv={n_kv_heads} and W >= 1",
+        f"drafts.slots is {slots.dtype}{list(slots.shape)}, but must be int32[L, Nd, lists, W] "
+        f"with Nd={length.shape[0]}, lists a divisor of Hkv={n_kv_heads} and W >= 1",
     )
     check(
         0 <= layer < slots.shape[0],

@@ -41,7 +41,8 @@ def draft_kernel(
     interpret: bool,
 ):
     layer, length = layer_ref[0], length_ref[i]
-    width = slots_ref.shape[-1]
+    _, _, n_lists, width = slots_ref.shape
+    listed = h // (k_ref.shape[1] // n_lists)
 
     columns = Columns.of(head_dim)
     head = jnp.arange(tile.rows)
@@ -50,7 +51,7 @@ def draft_kernel(
 
     def keys(b, *, masked: bool):
         at = b * tile.block + jnp.arange(tile.block)
-        entry = plt.load(slots_ref.at[layer, i, h, jnp.minimum(at, width - 1)])
+        entry = plt.load(slots_ref.at[layer, i, listed, jnp.minimum(at, width - 1)])
         slot = jnp.where(entry < 0, ~entry, entry)
         live = (entry >= 0) & (at < length)
         products = jnp.where(live[None], dot(q, gather(k_ref, slot, h, columns).T), DEAD)

@@ -35,6 +35,7 @@ def draft_attention(
     entries = drafts.slots[layer]
     live = (entries >= 0) & (jnp.arange(entries.shape[-1]) < drafts.length[:, None, None])
     slots = jnp.where(entries < 0, ~entries, entries)
+    slots, live = (jnp.repeat(x, n_kv_heads // x.shape[1], axis=1) for x in (slots, live))
     heads = jnp.arange(n_kv_heads)[:, None]
     k = k_pool[slots, heads].astype(jnp.float32)
     v = jnp.where(live[..., None], v_pool[slots, heads].astype(jnp.float32), 0)

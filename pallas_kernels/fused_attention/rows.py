@@ -22,9 +22,10 @@ class DraftRows(NamedTuple):
     position: Array
     """[Nd] int32, position of the query's token, whose own keys and values are in the pool."""
     selected: Array
-    """[L, B, Hkv, K] int32, ascending; of [layer, row, head] the first `count[row]` are live."""
+    """[L, B, lists, K] int32, ascending; of [layer, row, list] the first `count[row]` are live. A
+    list is for the same number of KV heads, which lie next to each other."""
     count: Array
-    """[B] int32, live selected positions of each page-table row, in every layer and head."""
+    """[B] int32, live selected positions of each page-table row, in every list."""
     recent_start: Array
     """[B] int32, first of the recent positions."""
 
@@ -33,7 +34,7 @@ class DraftSlots(NamedTuple):
     """`DraftRows` translated through the page table, by `draft_slots`."""
 
     slots: Array
-    """[L, Nd, Hkv, W] int32: a slot to attend to, or `~slot` of a live key where there is none."""
+    """[L, Nd, lists, W] int32: a slot to attend to, or `~slot` of a live key if there is none."""
     length: Array
     """[Nd] int32, entries of each list that are in use."""
 
@@ -58,7 +59,6 @@ def sliding_window(
     *,
     rows: int,
     n_layers: int,
-    n_kv_heads: int,
     sinks: int,
     window: int,
 ) -> DraftRows:
@@ -70,7 +70,6 @@ def sliding_window(
         position: [Nd] int32, positions of the queries.
         rows: B, rows of the page table.
         n_layers: layers.
-        n_kv_heads: KV heads.
         sinks: at least 1.
         window: at least 1.
     """
@@ -80,7 +79,7 @@ def sliding_window(
     return DraftRows(
         row,
         position,
-        jnp.broadcast_to(jnp.arange(sinks, dtype=jnp.int32), (n_layers, rows, n_kv_heads, sinks)),
+        jnp.broadcast_to(jnp.arange(sinks, dtype=jnp.int32), (n_layers, rows, 1, sinks)),
         jnp.zeros(rows, jnp.int32).at[row].set(jnp.minimum(start, sinks)),
         jnp.zeros(rows, jnp.int32).at[row].set(start),
     )
@@ -132,6 +131,6 @@ def draft_slots(drafts: DraftRows, page_table: Array, *, max_recent: int) -> Dra
         and selected.shape[1] == n_rows
         and selected.shape[3] >= 1,
         f"drafts.selected is {selected.dtype}{list(selected.shape)}, "
-        f"but must be int32[L, B, Hkv, K] with B={n_rows} and K >= 1",
+        f"but must be int32[L, B, lists, K] with B={n_rows} and K >= 1",
     )
     return _translate(drafts, page_table, jnp.arange(max_recent))

@@ -16,6 +16,7 @@ def rank_positions(
     committed: Array,
     *,
     group: int,
+    lists: int,
     drafts: int,
     context: int,
     ages: int = 2,
@@ -24,7 +25,9 @@ def rank_positions(
 ) -> Array:
     """One number per position, from what each query gave it and what it gave those before it.
 
-    With P_q[n] the probability of position n for query q (0 unless 0 <= n < end):
+    Every layer has a ranking for each of its `lists`, which KV heads share in equal parts, those
+    next to each other. With P_q[n] the probability of position n for query q, the mean over the
+    heads that share the list (0 unless 0 <= n < end):
 
         ranking[n] = sum_q here[q] P_q[n]
                      + mean_{j < drafts} sum_q ahead[q] P_q[n - (committed - q) - j]
@@ -44,16 +47,22 @@ def rank_positions(
         ahead: like `here`, or None.
         committed: [R] int32 in 0..Q.
         group: query heads of a KV head.
+        lists: rankings of a layer, a divisor of Hkv.
         drafts: drafts of a cycle.
         context: number of positions to rank.
         ages: queries before `committed` that `ahead` may weigh.
 
     Returns:
-        [L, R, Hkv, context] float32, or float16 for coded scores.
+        [L, R, lists, context] float32, or float16 for coded scores.
     """
     pallas, interpret = resolve(implementation, interpret)
     coded = isinstance(scores, CodedScores)
     _check_coded(scores, group, context) if coded else _check_dense(scores, context)
+    array = scores.codes if coded else scores.probabilities
+    check(
+        lists >= 1 and array.shape[2] % lists == 0,
+        f"lists={lists}, but must divide Hkv={array.shape[2]}",
+    )
     check(drafts >= 1, f"drafts={drafts}, but must be at least 1")
     check(ages >= 1, f"ages={ages}, but must be at least 1")
     n_rows = (scores.factor if coded else scores.probabilities).shape[1]
@@ -69,7 +78,13 @@ def rank_positions(
             f"{name} is {value if value is None else f'{value.dtype}{list(value.shape)}'}, "
             f"but must be float32[R, Q] = float32[{n_rows}, {n_queries}]",
         )
-    statics = {"group": group, "drafts": drafts, "context": context, "ages": ages}
+    statics = {
+        "group": group,
+        "lists": lists,
+        "drafts": drafts,
+        "context": context,
+        "ages": ages,
+    }
     if not (pallas and coded):
         return reference.rank_positions(scores, end, here, ahead, committed, **statics)
     from pallas_kernels.rank_positions import pallas_triton

@@ -1,13 +1,10 @@
 """`rank_positions` of coded scores in Pallas (Triton lowering): every code is read once.
 
-One program per span of blocks of one layer, row and KV head. It holds a tile [blocks, BLOCK] of the
-ranking, one position a lane, and adds the queries up one after another, the newest committed one
-first, so that every load is aligned and no sum crosses lanes.
-
-What moves on with the text goes through products with banded matrices: from position m of a block,
-age a reaches the positions m + a + 1 .. m + a + drafts, of the same block or of the next. The
-part for the next block is moved there by another product. So the tile starts a block early (more,
-should drafts reach further), with what belongs to the span before.
+One program per span of positions of one layer, row and list. It holds sums over the queries of all
+heads that share the list, one position a lane, so that every load is aligned and nothing crosses
+lanes. Queries come by age, the newest committed one first; those that speak of the positions ahead
+get a sum for each age, which XLA moves on (`reference.look_ahead`): that is a hundredth of the
+codes.
 """
 
 import functools
@@ -15,28 +12,25 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from pallas_kernels.fused_attention.scores import FIRST, SHIFT, CodedScores
-from pallas_kernels.rank_positions.reference import MOST_FACTOR
+from pallas_kernels.rank_positions.reference import MOST_FACTOR, look_ahead
 
 BLOCK = 32  # positions of a row of the tile
 _UNROLLED = 64  # packed queries; of more, the older ones are added in a loop
 
 
 class Tile(NamedTuple):
-    """Blocks of a program, the early ones included, and its warps."""
+    """Blocks of a program, and its warps."""
 
     blocks: int
     warps: int
 
 
-def default_tile(ages: int) -> Tile:
-    """16 codes a thread, one wide load. Longer tiles repeat fewer of the early blocks."""
-    return Tile(64, 4) if ages else Tile(32, 2)
+TILE = Tile(32, 2)  # 16 codes a thread, one wide load
 
 
 # A code's steps from the first, put where a float32 has exponent and mantissa, are its weight times
@@ -93,117 +87,108 @@ def _add_four() -> str:
 _ADD_FOUR = _add_four()
 
 
-def _dot(a: Array, b: Array) -> Array:
-    return jnp.dot(a, b, preferred_element_type=jnp.float32)
-
-
-def _bands(ages: int, drafts: int) -> np.ndarray:
-    """[1 + early, ages, BLOCK, BLOCK]: whether position m of a block, at that age, reaches position
-    n of the same block, of the next .. of the last it can reach."""
-    block = np.arange(1 + pl.cdiv(ages - 1 + drafts, BLOCK))[:, None, None, None]
-    distance = block * BLOCK + np.arange(BLOCK) - np.arange(BLOCK)[:, None]
-    age = np.arange(ages)[:, None, None]
-    return (distance > age) & (distance <= age + drafts)
-
-
 def _kernel(
     end_ref,
     committed_ref,
     here_ref,
     *refs,
     group: int,
-    drafts: int,
+    lists: int,
     context: int,
     ages: int,
-    early: int,
     n_spans: int,
     tile: Tile,
     interpret: bool,
 ):
-    *ahead_refs, codes_ref, factor_ref, out_ref = refs
-    u, row, layer = pl.program_id(0), pl.program_id(1), pl.program_id(2)
-    head, span = u // n_spans, u % n_spans
-    n_blocks = codes_ref.shape[4] // BLOCK
-    n_queries = here_ref.shape[1]
+    *ahead_refs, codes_ref, factor_ref = refs[: -1 - ages]
+    out_ref, *moving_refs = refs[-1 - ages :]
+    index, row, layer = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    listed, span = index // n_spans, index % n_spans
+    n_heads, n_queries = codes_ref.shape[2] // lists, here_ref.shape[1]
     end, committed = end_ref[row], committed_ref[row]
+    share = 1 / (group * n_heads)
 
-    first = span * (tile.blocks - early)
-    index, lane = jnp.arange(tile.blocks), jnp.arange(BLOCK)
-    block = first - early + index
-    own = (index >= early) & (block < n_blocks)
+    block, lane = span * tile.blocks + jnp.arange(tile.blocks), jnp.arange(BLOCK)
+    to = block[:, None] * BLOCK + lane[None]
     last = jnp.maximum(end - 1, 0) // BLOCK
-    at = jnp.clip(block, 0, last)
-    position = at[:, None] * BLOCK + lane[None]
+    position = jnp.minimum(block, last)[:, None] * BLOCK + lane[None]
     zeros = jnp.zeros((tile.blocks, BLOCK), jnp.float32)
 
-    def store(ranking):
-        to = jnp.where(own, block, n_blocks)[:, None] * BLOCK + lane[None]
-        ranking = jnp.where(to < end, ranking, 0).astype(out_ref.dtype)
-        mask = own[:, None] & (to < context)
-        plt.store(out_ref.at[layer, row, head, to], ranking, mask=mask)
-
-    heads = max(n for n in range(1, 9) if group % n == 0)  # at once, for short programs
-
-    def add_query(total, query, weight):
-        """Adds the probabilities of a query's heads, times `weight`."""
-
-        def add_heads(i, total):
-            for p in [query * group + i * heads + j for j in range(heads)]:
-                codes = plt.load(codes_ref.at[layer, row, head, p, position])
-                factor = factor_ref[layer, row, head, p]
-                factor = jnp.where(factor < MOST_FACTOR, factor, 0) * weight
-                total = _add(total, codes, factor, interpret)
-            return total
-
-        if heads == group:
-            return add_heads(0, total)
-        return lax.fori_loop(0, group // heads, add_heads, total)
-
-    def query_and_weight(age):
-        """The query `age` before the newest committed one; behind the oldest come the rejected."""
-        query = committed - 1 - age
-        query = jnp.where(query < 0, query + n_queries, query)
-        return query, here_ref[row, query] * (2.0**_EXPONENT / group)
+    def store(ref, sums):
+        sums = jnp.where(to < end, sums, 0).astype(ref.dtype)
+        plt.store(ref.at[layer, row, listed, to], sums, mask=to < context)
 
     # Loads have no masks, which would cost instructions: what is not to be read is replaced by
     # something near, and gets the weight 0 or lies past the end.
 
+    def query_and_weights(age):
+        """The query `age` before the newest committed one; behind the oldest come the rejected."""
+        query = committed - 1 - age
+        query = jnp.where(query < 0, query + n_queries, query)
+        here, ahead = here_ref[row, query], jnp.float32(0)
+        if isinstance(age, int) and age < ages:
+            ahead = jnp.where(age < committed, ahead_refs[0][row, query], 0)
+        return jnp.where((here != 0) | (ahead != 0), query, 0), here * share, ahead * share
+
+    together = max(n for n in range(1, 9) if group % n == 0)  # heads, for short programs
+
+    def add_query(total, head, query, weight):
+        """Adds the probabilities of a query, times `weight`."""
+
+        def add_heads(i, total):
+            for p in [query * group + i * together + j for j in range(together)]:
+                codes = plt.load(codes_ref.at[layer, row, head, p, position])
+                factor = factor_ref[layer, row, head, p]
+                factor = jnp.where(factor < MOST_FACTOR, factor, 0) * (weight * 2.0**_EXPONENT)
+                total = _add(total, codes, factor, interpret)
+            return total
+
+        if together == group:
+            return add_heads(0, total)
+        return lax.fori_loop(0, group // together, add_heads, total)
+
     def rank():
-        ranking, reached = zeros, [zeros] * (1 + early)
-        for age in range(ages):
-            query, weight = query_and_weight(age)
-            moving = jnp.where(age < committed, ahead_refs[0][row, query], 0)
-            query = jnp.where((weight != 0) | (moving != 0), query, 0)
-            probabilities = add_query(zeros, query, jnp.float32(2.0**_EXPONENT))
-            ranking += probabilities * (weight * 2.0**-_EXPONENT)
-            moving = jnp.where(block >= 0, moving * (1 / (group * drafts)), 0)
-            moved = (probabilities * moving[:, None]).astype(jnp.bfloat16)
-            for i in range(1 + early):
-                band = plt.load(ahead_refs[1].at[i, age, lane[:, None], lane[None]])
-                reached[i] += _dot(moved, band)
+        newest = [query_and_weights(age) for age in range(ages)]
 
-        def add_older(age, ranking):
-            query, weight = query_and_weight(age)
-            return add_query(ranking, jnp.where(weight != 0, query, 0), weight)
+        def add_head(i, sums):
+            head = listed * n_heads + i
+            older, *by_age = sums
+            by_age = [
+                add_query(total, head, query, 1.0)
+                for total, (query, _, _) in zip(by_age, newest, strict=True)
+            ]
 
-        if n_queries * group <= _UNROLLED:
-            for age in range(ages, n_queries):
-                ranking = add_older(age, ranking)
-        else:
-            ranking = lax.fori_loop(ages, n_queries, add_older, ranking)
-        if ages:
-            ranking += reached[0]
-        for i in range(1, 1 + early):  # what is said of the i-th block behind
-            down = (index[:, None] == index[None] + i).astype(jnp.bfloat16)
-            ranking += _dot(down, reached[i].astype(jnp.bfloat16))
-        store(ranking)
+            def add_older(age, older):
+                query, weight, _ = query_and_weights(age)
+                return add_query(older, head, query, weight)
 
-    pl.when(first * BLOCK < end)(rank)
-    pl.when(first * BLOCK >= end)(lambda: store(zeros))
+            if n_queries * group <= _UNROLLED:
+                for age in range(ages, n_queries):
+                    older = add_older(age, older)
+            else:
+                older = lax.fori_loop(ages, n_queries, add_older, older)
+            return older, *by_age
+
+        sums = (zeros,) * (1 + ages)
+        ranking, *by_age = (
+            add_head(0, sums) if n_heads == 1 else lax.fori_loop(0, n_heads, add_head, sums)
+        )
+        for ref, total, (_, here, ahead) in zip(moving_refs, by_age, newest, strict=True):
+            ranking += total * here
+            store(ref, total * ahead)
+        store(out_ref, ranking)
+
+    pl.when(span * tile.blocks * BLOCK < end)(rank)
+
+    @pl.when(span * tile.blocks * BLOCK >= end)
+    def _():
+        for ref in (out_ref, *moving_refs):
+            store(ref, zeros)
 
 
 @functools.partial(
-    jax.jit, static_argnames=("group", "drafts", "context", "ages", "interpret", "tile")
+    jax.jit,
+    static_argnames=("group", "lists", "drafts", "context", "ages", "interpret", "tile"),
 )
 def rank_positions(
     scores: CodedScores,
@@ -213,35 +198,35 @@ def rank_positions(
     committed: Array,
     *,
     group: int,
+    lists: int,
     drafts: int,
     context: int,
     ages: int,
     interpret: bool,
-    tile: Tile | None = None,
+    tile: Tile = TILE,
 ) -> Array:
-    n_layers, n_rows, n_heads, _ = scores.factor.shape
-    ages, early, moving = 0 if ahead is None else min(ages, here.shape[1]), 0, ()
-    tile = tile or default_tile(ages)
-    if ages:
-        bands = _bands(ages, drafts)
-        early, moving = len(bands) - 1, (ahead, jnp.asarray(bands, jnp.bfloat16))
-    n_spans = pl.cdiv(context, (tile.blocks - early) * BLOCK)
+    n_layers, n_rows, _, _ = scores.factor.shape
+    ages = 0 if ahead is None else min(ages, here.shape[1])
+    n_spans = pl.cdiv(context, tile.blocks * BLOCK)
     kernel = functools.partial(
         _kernel,
         group=group,
-        drafts=drafts,
+        lists=lists,
         context=context,
         ages=ages,
-        early=early,
         n_spans=n_spans,
         tile=tile,
         interpret=interpret,
     )
-    return pl.pallas_call(
+    sums = jax.ShapeDtypeStruct((n_layers, n_rows, lists, context), jnp.float16)
+    ranking, *moving = pl.pallas_call(
         kernel,
-        out_shape=jax.ShapeDtypeStruct((n_layers, n_rows, n_heads, context), jnp.float16),
-        grid=(n_spans * n_heads, n_rows, n_layers),
+        out_shape=(sums,) * (1 + ages),
+        grid=(n_spans * lists, n_rows, n_layers),
         name="rank_positions",
         compiler_params=plt.CompilerParams(num_warps=tile.warps, num_stages=1),
         interpret=interpret,
-    )(end, committed, here, *moving, *scores)
+    )(end, committed, here, *([ahead] if ages else []), *scores)
+    if not moving:
+        return ranking
+    return (ranking + look_ahead(moving, end, drafts)).astype(ranking.dtype)

@@ -18,20 +18,19 @@ def select_positions(
 ) -> Array:
     """The positions of the `count` highest scores of every list, in ascending order.
 
-
-    Exact, per layer, row and KV head; ties go to the newer (larger) position.
+    Exact, per layer, row and list; ties go to the newer (larger) position.
 
     Args:
-        scores: [L, R, Hkv, C] float16, bfloat16 or float32; never negative, never NaN.
+        scores: [L, R, lists, C] float16, bfloat16 or float32; never negative, never NaN.
         candidates: [R] int32 <= C; only positions < candidates[r] compete.
         count: [R] int32 <= min(k, candidates[r]); how many positions row r takes.
         k: size of the lists.
 
     Returns:
-        [L, R, Hkv, k] int32; the first count[r] entries are live, the rest are 0.
+        [L, R, lists, k] int32; the first count[r] entries are live, the rest are 0.
     """
     pallas, interpret = resolve(implementation, interpret)
-    check(scores.ndim == 4, f"scores has shape {scores.shape}, but must be [L, R, Hkv, C]")
+    check(scores.ndim == 4, f"scores has shape {scores.shape}, but must be [L, R, lists, C]")
     check(
         scores.dtype in (jnp.float16, jnp.bfloat16, jnp.float32),
         f"scores is {scores.dtype}, but must be float16, bfloat16 or float32",

@@ -1,4 +1,4 @@
-"""`select_positions` in Pallas (Triton lowering): one program per layer, row and KV head, no sort.
+"""`select_positions` in Pallas (Triton lowering): one program per list, no sort.
 
 The bits of a non-negative float order like the float, so the count-th largest score is found by
 bisection, one bit a step. Everything above that threshold is taken, and of the scores equal to it
@@ -37,7 +37,7 @@ def _kernel(
     step: int,
     n_bits: int,
 ):
-    row, head, layer = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    row, listed, layer = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     size = scores_ref.shape[-1]
     n_candidates, count = jnp.minimum(candidates_ref[row], size), count_ref[row]
 
@@ -45,7 +45,7 @@ def _kernel(
         """Positions of a block and their keys, -1 where they do not compete."""
         position = start + jnp.arange(block)
         live = position < n_candidates
-        scores = plt.load(scores_ref.at[layer, row, head, position], mask=live, other=0)
+        scores = plt.load(scores_ref.at[layer, row, listed, position], mask=live, other=0)
         return position, jnp.where(live, ordered_bits(scores), -1)
 
     starts = [sum(pieces[:i]) for i in range(len(pieces))]
@@ -77,7 +77,7 @@ def _kernel(
         take = (key > threshold) | (tie & (ties > older))
         rank = taken_before + jnp.cumsum(take.astype(jnp.int32)) - 1
         index = jnp.where(take, rank, k)
-        plt.store(out_ref.at[layer, row, head, index], position, mask=take)
+        plt.store(out_ref.at[layer, row, listed, index], position, mask=take)
         taken_before += take.astype(jnp.int32).sum()
         return taken_before, ties_before + tie.astype(jnp.int32).sum()
 
@@ -85,7 +85,7 @@ def _kernel(
     rest = jnp.arange(pl.next_power_of_2(k))
     dead = (rest >= count) & (rest < k)
     index = jnp.where(dead, rest, k)
-    plt.store(out_ref.at[layer, row, head, index], jnp.zeros_like(rest), mask=dead)
+    plt.store(out_ref.at[layer, row, listed, index], jnp.zeros_like(rest), mask=dead)
 
 
 def resident_pieces(size: int) -> tuple[int, ...]:
@@ -110,14 +110,14 @@ def select_positions(
     interpret: bool,
     block: int = _BLOCK,
 ) -> Array:
-    n_layers, n_rows, n_heads, size = scores.shape
+    n_layers, n_rows, n_lists, size = scores.shape
     pieces = resident_pieces(size) if size <= block else ()
     largest = max(pieces, default=_PIECE)
     n_bits = 8 * scores.dtype.itemsize - 1
     return pl.pallas_call(
         functools.partial(_kernel, k=k, pieces=pieces, step=min(largest, _STEP), n_bits=n_bits),
-        out_shape=jax.ShapeDtypeStruct((n_layers, n_rows, n_heads, k), jnp.int32),
-        grid=(n_rows, n_heads, n_layers),
+        out_shape=jax.ShapeDtypeStruct((n_layers, n_rows, n_lists, k), jnp.int32),
+        grid=(n_rows, n_lists, n_layers),
         name="select_positions",
         compiler_params=plt.CompilerParams(num_warps=max(4, largest // 1024), num_stages=2),
         interpret=interpret,

@@ -1,9 +1,10 @@
 """PillarAttn (SparseSpec, MLSys 2026): draft with the positions that verification found important.
 
 Every verification attends to the whole context anyway. Its probabilities rank the positions, per
-layer and KV head, and the best of them are what the row's next drafts attend to, together with
-every position from the verification's first query on. The first list comes from the last queries
-of the prompt, so that the first cycle is sparse already.
+layer, for each KV head or for all of them together (`score_rules`), and the best of them are what
+the row's next drafts attend to, together with every position from the verification's first query
+on. The first list comes from the last queries of the prompt, so that the first cycle is sparse
+already.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from sparsespec_jax.models.config import ModelConfig
 class PillarState(NamedTuple):
     """R batch rows, K the largest list.
 
-    selected: [layers, R, kv_heads, K] int32 positions, never slots, ascending.
+    selected: [layers, R, lists, K] int32 positions, never slots, ascending; of each KV head, or
+      one list that they share.
     count: [R] int32 live entries of each list.
     recent_start: [R] int32; drafts attend to every position from here on.
     """
@@ -46,15 +48,16 @@ class PillarDrafter:
         # k + 1 tokens since the verification's first query, and up to k drafts behind them.
         self.max_recent = 2 * self.k + 1
         self._budgets = np.array([speculation.budget(n) for n in range(max_context + 1)], np.int32)
-        self._shape = (model.num_layers, model.num_kv_heads, speculation.budget(max_context))
-        self._group = model.num_heads // model.num_kv_heads
         self._rule = SCORE_RULES[speculation.score_rule]
+        self._layers = model.num_layers
+        self._lists = 1 if self._rule.shared else model.num_kv_heads
+        self._width = speculation.budget(max_context)
+        self._group = model.num_heads // model.num_kv_heads
         self._implementation = implementation
 
     def init_state(self, rows: int) -> PillarState:
-        layers, heads, width = self._shape
         return PillarState(
-            selected=jnp.zeros((layers, rows, heads, width), jnp.int32),
+            selected=jnp.zeros((self._layers, rows, self._lists, self._width), jnp.int32),
             count=jnp.zeros(rows, jnp.int32),
             recent_start=jnp.zeros(rows, jnp.int32),
         )
@@ -64,7 +67,7 @@ class PillarDrafter:
 
     def update(self, state: PillarState, verified: Verified) -> PillarState:
         ranking = self._ranking(verified)
-        context, width = ranking.shape[-1], min(self._shape[2], ranking.shape[-1])
+        context, width = ranking.shape[-1], min(self._width, ranking.shape[-1])
         start = jnp.minimum(verified.start, context)
         count = self._selected_count(verified, start, width)
         selected = select_positions(
@@ -78,12 +81,12 @@ class PillarDrafter:
         )
 
     def _ranking(self, verified: Verified) -> jax.Array:
-        """[layers, E, kv_heads, context], the larger the better; 0 from `verified.start` on, where
+        """[layers, E, lists, context], the larger the better; 0 from `verified.start` on, where
         all is attended to anyway."""
         scores = verified.scores
         n_queries = scores.n_queries(self._group)
         context = scores[0].shape[-1]  # of probabilities or codes: positions come last
-        weights = self._rule(verified.queries, verified.committed, n_queries)
+        weights = self._rule.weigh(verified.queries, verified.committed, n_queries)
         return rank_positions(
             scores,
             jnp.minimum(verified.start, context),
@@ -91,6 +94,7 @@ class PillarDrafter:
             weights.ahead,
             verified.committed,
             group=self._group,
+            lists=self._lists,
             drafts=n_queries - 1,
             context=context,
             ages=SHIFT_AGES,

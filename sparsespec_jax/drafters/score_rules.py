@@ -28,9 +28,17 @@ class Weights(NamedTuple):
     ahead: jax.Array | None
 
 
-# A rule gets the numbers of a row's queries that exist and of those that are committed, from the
-# front, both [E] int32, and Q.
-Rule = Callable[[jax.Array, jax.Array, int], Weights]
+class Rule(NamedTuple):
+    """How positions are ranked, and how many lists of them a layer has.
+
+    weigh: gets the numbers of a row's queries that exist and of those that are committed, from the
+      front, both [E] int32, and Q.
+    shared: whether the KV heads of a layer share one list, by their mean scores. It accepts as many
+      drafts as a list for each head, and there is less to rank, to select and to translate.
+    """
+
+    weigh: Callable[[jax.Array, jax.Array, int], Weights]
+    shared: bool
 
 
 def paper(queries: jax.Array, committed: jax.Array, n: int) -> Weights:
@@ -64,4 +72,5 @@ def _shares(weights: jax.Array) -> jax.Array:
     return weights / jnp.maximum(weights.sum(axis=1, keepdims=True), 1e-6)
 
 
-SCORE_RULES: dict[str, Rule] = {"paper": paper, "shifted": shifted}
+# The paper has a list for each KV head.
+SCORE_RULES = {"paper": Rule(paper, shared=False), "shifted": Rule(shifted, shared=True)}

@@ -21,6 +21,7 @@ class Shape:
     """Static side of a step: its first page-table rows draft, the next verify, the last prefill."""
 
     n_kv_heads: int = 2
+    lists: int = 1
     group: int = 2
     head_dim: int = 64
     context: int = 40
@@ -96,10 +97,10 @@ def random_step(shape: Shape, rng: np.random.Generator, *, kind: str = "mixed") 
     if kind == "padding":
         count = 0 * count
     # What is not live in a list may be any position.
-    selected = rng.integers(0, s.context, (s.layer + 1, n_rows, s.n_kv_heads, s.n_selected))
+    selected = rng.integers(0, s.context, (s.layer + 1, n_rows, s.lists, s.n_selected))
     for r in range(s.n_drafts):
         page_table[r, position[r] + 1 :] = 0
-        for index in np.ndindex(s.layer + 1, s.n_kv_heads):
+        for index in np.ndindex(s.layer + 1, s.lists):
             chosen = rng.choice(recent_start[r], count[r], replace=False)
             selected[index[0], r, index[1], : count[r]] = np.sort(chosen)
     drafts = DraftRows(
@@ -193,7 +194,7 @@ def oracle(step: Step) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
         for r, p in zip(row, position, strict=True):
             recent = np.arange(recent_start[r], p + 1)
             for head in range(s.n_kv_heads if count[r] + len(recent) else 0):
-                listed = selected[s.layer, r, head, : count[r]]
+                listed = selected[s.layer, r, head // (s.n_kv_heads // s.lists), : count[r]]
                 attend(token, r, head, np.concatenate([listed, recent]))
             token += 1
 

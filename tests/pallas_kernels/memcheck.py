@@ -178,11 +178,12 @@ def rank():
     rng, context = np.random.default_rng(0), 1001
     end, here, ahead, committed, live = make_rows(rng, n_rows=4, n_queries=7, context=context)
     scores = make_coded(rng, live, n_layers=2, n_heads=3, group=5, context=context)
-    statics = {"group": 5, "drafts": 6, "context": context}
-    for rows in ((end, here, ahead, committed), (end, here, None, committed)):
-        call = functools.partial(rank_positions, **statics, ages=4)
+    for lists, shifted in ((1, True), (3, False)):
+        statics = {"lists": lists, "drafts": 6, "context": context}
+        rows = end, here, ahead if shifted else None, committed
+        call = functools.partial(rank_positions, group=5, **statics, ages=4)
         actual = launch(call, scores, *rows)
-        expected = ranking64(coded_probabilities(scores, 5), *rows, drafts=6, context=context)
+        expected = ranking64(coded_probabilities(scores, 5), *rows, **statics)
         check("rank_positions", actual, expected, 1e-3)
 
 

@@ -323,8 +323,8 @@ LAYER = Shape(  # of Qwen3-8B, at 8K
     n_verify=2, n_queries=9, n_prefill=1, chunk=256, n_scored=1, score_queries=9, layer=0,
 )  # fmt: skip
 ALL_SELECTED = Shape(
-    n_kv_heads=2, group=7, head_dim=64, context=416, n_drafts=6, n_selected=416, max_recent=16,
-    n_verify=3, n_queries=8, n_prefill=2, chunk=100, n_scored=2, score_queries=8,
+    n_kv_heads=2, lists=2, group=7, head_dim=64, context=416, n_drafts=6, n_selected=416,
+    max_recent=16, n_verify=3, n_queries=8, n_prefill=2, chunk=100, n_scored=2, score_queries=8,
 )  # fmt: skip
 SMALL = Shape(
     n_kv_heads=2, group=4, head_dim=128, context=2000, n_drafts=4, n_selected=100, max_recent=9,
@@ -367,16 +367,18 @@ def test_compiled_append_kv(case):
 
 @pytest.mark.gpu
 @gpu
+@pytest.mark.parametrize("lists", [1, 8])
 @pytest.mark.parametrize("shifted", [True, False])
-def test_compiled_rank_positions(shifted):
+def test_compiled_rank_positions(shifted, lists):
     """All rows of a step, in one layer; one row is padding, and one has a single position."""
     rng, context = np.random.default_rng(0), 8192
     end, here, ahead, committed, live = make_rows(rng, n_rows=15, n_queries=9, context=context)
     end[1] = 1
     rows = end, here, ahead if shifted else None, committed
     scores = make_coded(rng, live, n_layers=1, n_heads=8, group=4, context=context)
-    actual = rank(scores, *rows, group=4, drafts=8, context=context, implementation="pallas")
-    expected = ranking64(coded_probabilities(scores, 4), *rows, drafts=8, context=context)
+    statics = {"lists": lists, "drafts": 8, "context": context}
+    actual = rank(scores, *rows, group=4, **statics, implementation="pallas")
+    expected = ranking64(coded_probabilities(scores, 4), *rows, **statics)
     check(f"rank_positions, shifted={shifted}", actual, expected, 1e-3)
 
 

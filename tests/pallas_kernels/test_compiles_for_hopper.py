@@ -50,14 +50,14 @@ def abstract(op, case):
 
 append = functools.partial(append_kv, **kernel)
 scores, *rows = abstract("rank_positions", "shifted")
-rank = functools.partial(rank_positions, group=4, drafts=8, context=8192, **kernel)
+rank = functools.partial(rank_positions, group=4, lists=1, drafts=8, context=8192, **kernel)
 select = functools.partial(select_positions, k=410, **kernel)
 result = {
     "append_kv": temp_bytes(
         jax.jit(append, donate_argnames=("k_pool", "v_pool")), **abstract("append_kv", "mixed")
     ),
     "rank_positions": temp_bytes(rank, scores, *rows),
-    "select_positions": temp_bytes(select, *abstract("select_positions", "8K")),
+    "select_positions": temp_bytes(select, *abstract("select_positions", "shared")),
 }
 """)
     assert max(temp.values()) < 1 << 20

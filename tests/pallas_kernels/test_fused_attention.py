@@ -32,6 +32,8 @@ SHAPES = {
     ),
     "group 3, scores": Shape(group=3, head_dim=64, n_prefill=0, score_queries=4),
     "group 5, only drafts": Shape(group=5, head_dim=80, n_verify=0, n_prefill=0),
+    "a list for each head": Shape(lists=2, n_verify=0, n_prefill=0),
+    "a list for two heads": Shape(n_kv_heads=4, lists=2, n_verify=0, n_prefill=0),
     "only prefill, more score queries than the chunk": Shape(
         group=2, n_drafts=0, n_verify=0, chunk=6, n_scored=1, score_queries=8
     ),
@@ -283,13 +285,16 @@ def test_errors_of_row_arrays():
     with pytest.raises(ValueError, match=r"drafts.count is int32\[5\], but must be int32\[6\]"):
         draft_slots(bad, page_table, max_recent=6)
     bad = drafts._replace(selected=drafts.selected[0])
-    with pytest.raises(ValueError, match=r"drafts.selected is int32\[6, 2, 12\]"):
+    with pytest.raises(ValueError, match=r"drafts.selected is int32\[6, 1, 12\]"):
         draft_slots(bad, page_table, max_recent=6)
     with pytest.raises(ValueError, match="max_recent=0"):
         draft_slots(drafts, page_table, max_recent=0)
     slots = step.arguments["drafts"]
     bad = slots._replace(slots=slots.slots[:, :1])
-    with pytest.raises(ValueError, match=r"drafts.slots is int32\[2, 1, 2, 18\]"):
+    with pytest.raises(ValueError, match=r"drafts.slots is int32\[2, 1, 1, 18\]"):
+        fused_attention(**(step.arguments | {"drafts": bad}))
+    bad = slots._replace(slots=jnp.tile(slots.slots, (1, 1, 3, 1)))
+    with pytest.raises(ValueError, match="lists a divisor of Hkv=2"):
         fused_attention(**(step.arguments | {"drafts": bad}))
     bad = verify._replace(start=verify.start[:1])
     with pytest.raises(ValueError, match=r"verify.start is int32\[1\]"):
@@ -310,7 +315,6 @@ def test_sliding_window_drafts_see_sinks_and_window(implementation, position):
         jnp.array([position, 17], jnp.int32),
         rows=2,
         n_layers=1,
-        n_kv_heads=2,
         sinks=sinks,
         window=window,
     )
@@ -319,8 +323,7 @@ def test_sliding_window_drafts_see_sinks_and_window(implementation, position):
         newest = range(max(at - window + 1, 0), at + 1)
         expected = sorted({*range(min(sinks, at + 1)), *newest})
         used = np.asarray(slots.slots[0, r, :, : int(slots.length[r])])
-        for head in used:
-            np.testing.assert_array_equal(head[head >= 0], table[r, expected])
+        np.testing.assert_array_equal(used[used >= 0], table[r, expected])
     out, _ = fused_attention(**(step.arguments | {"drafts": slots}), implementation=implementation)
     assert np.isfinite(np.asarray(out)).all()
 

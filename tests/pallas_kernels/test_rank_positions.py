@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from pallas_kernels import rank_positions
 from pallas_kernels.fused_attention.scores import SMALLEST, CodedScores, DenseScores, dense, encode
+from pallas_kernels.gpus import GPUS
 from pallas_kernels.lowering import lower_for_cuda
 from pallas_kernels.rank_positions import pallas_triton
 from pallas_kernels.rank_positions.pallas_triton import Tile
@@ -35,11 +36,12 @@ def probabilities(scores, group):
     return weights.mean(axis=-2)
 
 
-def oracle(p, end, here, ahead, committed, *, drafts, context):
-    n_layers, n_rows, n_heads, n_queries, _ = p.shape
-    ranking = np.zeros((n_layers, n_rows, n_heads, context))
+def oracle(p, end, here, ahead, committed, *, lists, drafts, context):
+    p = p.reshape(*p.shape[:2], lists, -1, *p.shape[3:]).mean(axis=3)
+    n_layers, n_rows, _, n_queries, _ = p.shape
+    ranking = np.zeros((n_layers, n_rows, lists, context))
     for row, query in np.ndindex(n_rows, n_queries):
-        seen = np.zeros((n_layers, n_heads, context))
+        seen = np.zeros((n_layers, lists, context))
         seen[..., : end[row]] = p[:, row, :, query, : end[row]]
         if here[row, query]:
             ranking[:, row] += here[row, query] * seen
@@ -105,10 +107,12 @@ def run(scores, end, here, ahead, committed, tile=None, **arguments):
 @st.composite
 def shapes(draw, max_group=16, max_queries=16):
     n_queries = draw(st.integers(2, max_queries))
+    n_heads, lists = draw(st.sampled_from([(1, 1), (2, 1), (2, 2), (3, 1), (4, 2)]))
     return {
         "seed": draw(st.integers(0, 2**32 - 1)),
         "n_layers": draw(st.integers(1, 2)),
-        "n_heads": draw(st.integers(1, 2)),
+        "n_heads": n_heads,
+        "lists": lists,
         "n_rows": draw(st.integers(2, 4)),
         "n_queries": n_queries,
         "group": draw(st.integers(1, max_group)),
@@ -118,18 +122,19 @@ def shapes(draw, max_group=16, max_queries=16):
     }
 
 
-def check_coded(shape, garbage=True, **how):
+def check_coded(shape, **how):
     shape = dict(shape)
     rng, drafts = np.random.default_rng(shape.pop("seed")), shape.pop("drafts")
     shifted, context, group = shape.pop("shifted"), shape["context"], shape["group"]
+    lists = shape.pop("lists")
     rows = {name: shape.pop(name) for name in ("n_rows", "n_queries")}
     end, here, ahead, committed, live = make_rows(rng, **rows, context=context)
     scores = make_coded(rng, live, **shape)
     ahead = ahead if shifted else None
-    arguments = {"group": group, "drafts": drafts, "context": context}
-    actual = run(scores, end, here, ahead, committed, **arguments, **how)
+    arguments = {"lists": lists, "drafts": drafts, "context": context}
+    actual = run(scores, end, here, ahead, committed, group=group, **arguments, **how)
     p = probabilities(scores, group)
-    expected = oracle(p, end, here, ahead, committed, drafts=drafts, context=context)
+    expected = oracle(p, end, here, ahead, committed, **arguments)
     assert actual.dtype == np.float16
     np.testing.assert_allclose(actual, expected, rtol=8e-3, atol=4e-6)
 
@@ -152,9 +157,10 @@ def test_kernel_is_the_formula(shape, blocks):
     ids=["Qwen3", "many drafts", "heads in a loop", "older queries in a loop"],
 )
 @pytest.mark.parametrize("shifted", [True, False])
-def test_kernel_as_it_is_launched(n_queries, group, shifted):
+@pytest.mark.parametrize("lists", [1, 2])
+def test_kernel_as_it_is_launched(n_queries, group, shifted, lists):
     shape = {
-        "seed": 0, "n_layers": 1, "n_heads": 2, "n_rows": 3, "n_queries": n_queries,
+        "seed": 0, "n_layers": 1, "n_heads": 2, "lists": lists, "n_rows": 3, "n_queries": n_queries,
         "group": group, "drafts": n_queries - 1, "context": 1100,
         "shifted": shifted,
     }  # fmt: skip
@@ -173,18 +179,19 @@ def test_dense_scores(shape):
         rng, live, n_layers=shape["n_layers"], n_heads=shape["n_heads"], context=context
     )
     ahead = ahead if shape["shifted"] else None
+    arguments = {"lists": shape["lists"], "drafts": drafts, "context": context}
     for implementation in ("xla", "auto", "pallas"):  # there is no kernel for them
         actual = run(
-            scores, end, here, ahead, committed, group=shape["group"], drafts=drafts,
-            context=context, implementation=implementation,
+            scores, end, here, ahead, committed, group=shape["group"], **arguments,
+            implementation=implementation,
         )  # fmt: skip
         p = np.asarray(scores.probabilities, np.float64)
-        expected = oracle(p, end, here, ahead, committed, drafts=drafts, context=context)
+        expected = oracle(p, end, here, ahead, committed, **arguments)
         assert actual.dtype == np.float32
         np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-7)
 
 
-STATICS = {"group": 2, "drafts": 3, "context": 100}
+STATICS = {"group": 2, "lists": 1, "drafts": 3, "context": 100}
 
 
 def small_case(seed=0, n_rows=3, n_queries=6):
@@ -269,6 +276,8 @@ def test_dense_and_coded_agree():
         ({"here": jnp.zeros((3, 5))}, r"here is float32\[3, 5\], but must be float32\[R, Q\]"),
         ({"ahead": jnp.zeros((3, 6), jnp.int32)}, r"ahead is int32\[3, 6\]"),
         ({"group": 5}, "group=5, but must divide P=12"),
+        ({"lists": 2}, "lists=2, but must divide Hkv=1"),
+        ({"lists": 0}, "lists=0, but must divide Hkv=1"),
         ({"drafts": 0}, "drafts=0, but must be at least 1"),
         ({"ages": 0}, "ages=0, but must be at least 1"),
     ],
@@ -291,17 +300,20 @@ def test_errors_of_dense_scores():
 
 @pytest.mark.parametrize("shifted", [True, False])
 @pytest.mark.parametrize(("n_queries", "group"), [(9, 4), (16, 11), (2, 1)])
-def test_it_lowers_for_cuda(n_queries, group, shifted):
+@pytest.mark.parametrize("lists", [1, 2])
+@pytest.mark.parametrize("device_kind", GPUS)
+def test_it_lowers_for_cuda(n_queries, group, shifted, lists, device_kind):
     lead = (2, 3, 2, n_queries * group)
     shaped = jax.ShapeDtypeStruct
     scores = CodedScores(shaped((*lead, 1024), jnp.uint8), shaped(lead, jnp.float32))
     rows, weights = shaped((3,), jnp.int32), shaped((3, n_queries), jnp.float32)
     call = functools.partial(
-        rank_positions, group=group, drafts=n_queries - 1, context=1000, implementation="pallas",
-        interpret=False,
+        rank_positions, group=group, lists=lists, drafts=n_queries - 1, context=1000,
+        implementation="pallas", interpret=False,
     )  # fmt: skip
     ahead = weights if shifted else None
-    text = lower_for_cuda(call, scores, rows, weights, ahead, rows).as_text()
+    arguments = scores, rows, weights, ahead, rows
+    text = lower_for_cuda(call, *arguments, device_kind=device_kind).as_text()
     assert "__gpu$xla.gpu.triton" in text
 
 
@@ -313,9 +325,10 @@ def test_it_lowers_for_cuda(n_queries, group, shifted):
     [(9, 4), (16, 11), (16, 16), (2, 1)],
 )
 @pytest.mark.parametrize("context", [992, 1001, 8192])
-def test_compiled_kernel(n_queries, group, shifted, context):
+@pytest.mark.parametrize("lists", [1, 2])
+def test_compiled_kernel(n_queries, group, shifted, context, lists):
     shape = {
-        "seed": 0, "n_layers": 2, "n_heads": 2, "n_rows": 5, "n_queries": n_queries,
+        "seed": 0, "n_layers": 2, "n_heads": 2, "lists": lists, "n_rows": 5, "n_queries": n_queries,
         "group": group, "drafts": n_queries - 1, "context": context,
         "shifted": shifted,
     }  # fmt: skip

@@ -48,7 +48,7 @@ def make_verified(model, row, *, length, emitted, queries=K + 1, context=CONTEXT
 
 
 def chosen(state: PillarState, row: int) -> np.ndarray:
-    """[layers, kv_heads, count] positions of a row."""
+    """[layers, lists, count] positions of a row."""
     return np.asarray(state.selected[:, row, :, : int(state.count[row])])
 
 
@@ -81,10 +81,24 @@ def test_the_lists_are_the_best_positions_by_the_papers_rule(tiny_model, update,
         np.testing.assert_array_equal(got[layer, head], np.sort(best))
 
 
-def test_each_layer_and_head_has_a_list_of_its_own(tiny_model, update):
+def test_each_layer_and_head_has_a_list_of_its_own_by_the_papers_rule(tiny_model, update):
     run, state = update
     lists = chosen(run(state, make_verified(tiny_model, [0], length=60, emitted=2)), 0)
     assert len({tuple(positions) for positions in lists.reshape(-1, lists.shape[-1])}) == 4
+
+
+def test_heads_share_the_list_of_a_layer_by_the_shifted_rule(tiny_model):
+    """What counts is the mean over the heads."""
+    pillar = make_pillar(tiny_model, score_rule="shifted")
+    state = pillar.init_state(BATCH + 1)
+    assert state.selected.shape[2] == 1
+    verified = make_verified(tiny_model, [1], length=60, emitted=2)
+    after = pillar.update(state, verified)
+    by_head = verified.scores.probabilities
+    mean = jnp.broadcast_to(by_head.mean(axis=2, keepdims=True), by_head.shape)
+    alike = pillar.update(state, verified._replace(scores=DenseScores(mean)))
+    assert chosen(after, 1).shape[-1]
+    np.testing.assert_array_equal(chosen(after, 1), chosen(alike, 1))
 
 
 def test_lists_ascend_without_repetition_and_end_before_the_recents(tiny_model, update):

@@ -15,7 +15,7 @@ LAYERS, HEADS, QUERIES, CONTEXT = 2, 2, 6, 12
 
 def weights_of(rule, queries, committed):
     queries, committed = (jnp.asarray(x, jnp.int32) for x in (queries, committed))
-    here, ahead = SCORE_RULES[rule](queries, committed, QUERIES)
+    here, ahead = SCORE_RULES[rule].weigh(queries, committed, QUERIES)
     return np.asarray(here), None if ahead is None else np.asarray(ahead)
 
 
@@ -23,11 +23,11 @@ def ranking_of(rule, probabilities, queries, committed):
     rows = len(queries)
     end = jnp.full(rows, CONTEXT, jnp.int32)
     queries, committed = (jnp.asarray(x, jnp.int32) for x in (queries, committed))
-    here, ahead = SCORE_RULES[rule](queries, committed, QUERIES)
+    here, ahead = SCORE_RULES[rule].weigh(queries, committed, QUERIES)
     scores = DenseScores(jnp.asarray(probabilities, jnp.float32))
     return rank_positions(
-        scores, end, here, ahead, committed, group=1, drafts=QUERIES - 1, context=CONTEXT,
-        ages=SHIFT_AGES,
+        scores, end, here, ahead, committed, group=1, lists=probabilities.shape[2],
+        drafts=QUERIES - 1, context=CONTEXT, ages=SHIFT_AGES,
     )  # fmt: skip
 
 
