@@ -110,7 +110,7 @@ class Attention:
 
 @dataclass(frozen=True)
 class Append:
-    """The projection of new tokens, which go to random slots of one layer's pool."""
+    """The projection of new tokens, in parts, which go to random slots of one layer's pool."""
 
     n_tokens: int
     n_slots: int
@@ -119,6 +119,7 @@ class Append:
     head_dim: int = 128
     bias: bool = False
     norms: bool = True
+    parts: int = 1
     dtype: str = "bfloat16"
     k: int | None = None
     context: int | None = None
@@ -126,7 +127,7 @@ class Append:
     def bytes(self) -> int:
         """The projection read; queries, keys and values written."""
         row = self.n_kv_heads * (self.group + 2) * self.head_dim
-        return 2 * self.n_tokens * row * jnp.dtype(self.dtype).itemsize
+        return (self.parts + 1) * self.n_tokens * row * jnp.dtype(self.dtype).itemsize
 
     def inputs(self) -> dict[str, Array | None]:
         """Array arguments of `append_kv`."""
@@ -141,7 +142,7 @@ class Append:
         return {
             "k_pool": _normal(pool, self.dtype, 0),
             "v_pool": _normal(pool, self.dtype, 1),
-            "qkv": _normal((self.n_tokens, *heads), self.dtype, 2),
+            "qkv": _normal((self.parts, self.n_tokens, *heads), self.dtype, 2),
             "slots": _ints(slots),
             "cos": jnp.cos(angle),
             "sin": jnp.sin(angle),
@@ -345,6 +346,7 @@ H200 = {
     },
     "append_kv": {
         "mixed": Append(248, n_slots=1 << 20),
+        "mixed, 2 parts": Append(248, n_slots=1 << 20, parts=2),
         "mixed, Qwen2": Append(248, n_slots=1 << 20, group=7, bias=True, norms=False),
         "prefill": Append(2048, n_slots=1 << 20),
     },
@@ -355,6 +357,7 @@ H200 = {
         "1.7B": AddNorm(256, 2048),
     },
     "matmul": {
+        "8B, qkv": Matmul(256, 4096, 6144, in_parts=True),
         "8B, gate_up": Matmul(256, 4096, 24576),
         "8B, out": Matmul(256, 4096, 4096, in_parts=True),
         "8B, down": Matmul(256, 12288, 4096, in_parts=True),

@@ -4,6 +4,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels.append_kv.reference import rms_norm
+from pallas_kernels.matmul.reference import total
 
 
 def add_norm(x: Array, delta: Array | None, scale: Array, *, eps: float) -> tuple[Array, Array]:
@@ -20,7 +21,4 @@ def add(x: Array, delta: Array) -> Array:
 def add_parts(x: Array, parts: list[Array]) -> Array:
     if len(parts) == 1:
         return x + parts[0]
-    total, *rest = (part.astype(jnp.float32) for part in parts)
-    for part in rest:
-        total = total + part
-    return (x.astype(jnp.float32) + total).astype(x.dtype)
+    return (x.astype(jnp.float32) + total(parts)).astype(x.dtype)

@@ -24,10 +24,10 @@ def append_kv(
 ) -> tuple[Array, Array, Array]:
     """From the fused projection of T tokens to queries, and keys and values in the pool.
 
-    Adds the bias, normalises queries and keys per head, rotates them (half-split layout) and writes
-    keys and values to their slots; in place when the pools are donated. The arithmetic is that of
-    `reference.rotate`: sums with the bias in the dtype of `qkv`, norms and rotation in float32,
-    each result rounded to that dtype.
+    Adds the parts up and the bias to them, normalises queries and keys per head, rotates them
+    (half-split layout) and writes keys and values to their slots; in place when the pools are
+    donated. The arithmetic is that of `reference.rotate`: the sum with the bias in the dtype of
+    `qkv`; norms, rotation and the sum of parts in float32, each result rounded to that dtype.
 
     Values that are no numbers are written as 0, and their key as NaN. They still reach the queries
     that attend to them, through the logits; but no query that masks them (0 * NaN is NaN).
@@ -38,8 +38,9 @@ def append_kv(
     Args:
         k_pool: [slots, Hkv, D] keys of one layer.
         v_pool: like `k_pool`, values.
-        qkv: [T, Hkv, group + 2, D] float16, bfloat16 or float32: per KV head its query heads, its
-            key and its value. Keys and values are cast to the pool's dtype.
+        qkv: parts [S, T, Hkv, group + 2, D] of the projection (`matmul_parts`), float16, bfloat16
+            or float32: per KV head its query heads, its key and its value. Keys and values are cast
+            to the pool's dtype.
         slots: [T] int32 destination of each token.
         cos: [T, D / 2] float32, of each token's position.
         sin: like `cos`.
@@ -55,7 +56,7 @@ def append_kv(
     _check_pools(k_pool, v_pool)
     _check_tokens(k_pool, qkv, slots, cos, sin)
     _check_constants(qkv, bias, q_norm, k_norm, eps)
-    n_tokens, n_kv_heads, members, head_dim = qkv.shape
+    _, n_tokens, n_kv_heads, members, head_dim = qkv.shape
     if n_tokens == 0:
         q = jnp.zeros((0, n_kv_heads * (members - 2), head_dim), qkv.dtype)
         return q, k_pool, v_pool
@@ -89,11 +90,12 @@ def _check_tokens(k_pool: Array, qkv: Array, slots: Array, cos: Array, sin: Arra
     )
     n_tokens, (n_kv_heads, head_dim) = slots.shape[0], k_pool.shape[1:]
     check(
-        qkv.ndim == 4
-        and qkv.shape[:2] == (n_tokens, n_kv_heads)
-        and qkv.shape[2] >= 3
-        and qkv.shape[3] == head_dim,
-        f"qkv has shape {qkv.shape}, but must be [T, Hkv, group + 2, D] with T={n_tokens}, "
+        qkv.ndim == 5
+        and qkv.shape[0] >= 1
+        and qkv.shape[1:3] == (n_tokens, n_kv_heads)
+        and qkv.shape[3] >= 3
+        and qkv.shape[4] == head_dim,
+        f"qkv has shape {qkv.shape}, but must be [S, T, Hkv, group + 2, D] with T={n_tokens}, "
         f"Hkv={n_kv_heads}, group >= 1 and D={head_dim}",
     )
     check(
@@ -117,9 +119,9 @@ def _check_constants(
         "both or neither",
     )
     for name, value, shape in (
-        ("bias", bias, qkv.shape[1:]),
-        ("q_norm", q_norm, qkv.shape[3:]),
-        ("k_norm", k_norm, qkv.shape[3:]),
+        ("bias", bias, qkv.shape[2:]),
+        ("q_norm", q_norm, qkv.shape[4:]),
+        ("k_norm", k_norm, qkv.shape[4:]),
     ):
         if value is not None:
             check(

@@ -19,6 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from pallas_kernels.append_kv.reference import turn_halves
+from pallas_kernels.matmul.reference import add_parts
 
 _PROGRAMS = 528  # enough to fill a large GPU (132 SMs, four programs each)
 _MAX_WARPS = 8
@@ -33,7 +34,7 @@ class Tile(NamedTuple):
 
 def choose_tile(qkv_shape: tuple[int, ...], dtype: jnp.dtype) -> Tile:
     """One access of 16 bytes per thread and half; more heads as long as that fills the GPU."""
-    n_tokens, n_kv_heads, members, head_dim = qkv_shape
+    _, n_tokens, n_kv_heads, members, head_dim = qkv_shape
     row_bytes = pl.next_power_of_2(head_dim // 2) * dtype.itemsize
 
     def warps(heads: int) -> int:
@@ -67,7 +68,7 @@ def _kernel(
     eps: float,
 ):
     del k_in_ref, v_in_ref  # aliased to k_ref and v_ref
-    members, head_dim = qkv_ref.shape[2:]
+    n_parts, _, _, members, head_dim = qkv_ref.shape
     group, half = members - 2, head_dim // 2
     lanes = pl.next_power_of_2(members)
     shape = heads * lanes, pl.next_power_of_2(half)
@@ -93,8 +94,10 @@ def _kernel(
 
     # All loads before anything waits for one of them.
     in_head = exists & (member < members)
-    x = load_halves(qkv_ref, token, head, member, mask=in_head)
-    value_of_key = load_halves(qkv_ref, token, head, group + 1, mask=is_key)
+    x_parts, value_parts = (
+        [load_halves(qkv_ref, part, token, head, at, mask=mask) for part in range(n_parts)]
+        for at, mask in ((member, in_head), (group + 1, is_key))
+    )
     cos, sin = (load(ref, token, column, mask=is_query | is_key) for ref in (cos_ref, sin_ref))
     bias = scale = None
     if bias_ref is not None:
@@ -105,6 +108,9 @@ def _kernel(
         k_scale = load_halves(k_norm_ref, mask=is_key)
         scale = [jnp.where(is_key, k, q) for q, k in zip(q_scale, k_scale, strict=True)]
 
+    x, value_of_key = (
+        [add_parts(half) for half in zip(*parts, strict=True)] for parts in (x_parts, value_parts)
+    )
     if bias is not None:
         x = [a + b for a, b in zip(x, bias, strict=True)]
         value_of_key = [a + b for a, b in zip(value_of_key, value_bias, strict=True)]
@@ -145,7 +151,7 @@ def append_kv(
     interpret: bool,
     tile: Tile | None = None,
 ) -> tuple[Array, Array, Array]:
-    n_tokens, n_kv_heads, members, head_dim = qkv.shape
+    _, n_tokens, n_kv_heads, members, head_dim = qkv.shape
     tile = tile or choose_tile(qkv.shape, qkv.dtype)
     pool = jax.ShapeDtypeStruct(k_pool.shape, k_pool.dtype)
     q_shape = n_tokens, n_kv_heads, members - 2, head_dim

@@ -3,6 +3,8 @@
 import jax.numpy as jnp
 from jax import Array, lax
 
+from pallas_kernels.matmul.reference import add_parts
+
 
 def append_kv(
     k_pool: Array,
@@ -17,7 +19,7 @@ def append_kv(
     k_norm: Array | None,
     eps: float,
 ) -> tuple[Array, Array, Array]:
-    q, k, v = rotate(qkv, cos, sin, bias=bias, q_norm=q_norm, k_norm=k_norm, eps=eps)
+    q, k, v = rotate(add_parts(qkv), cos, sin, bias=bias, q_norm=q_norm, k_norm=k_norm, eps=eps)
     k, v = k.astype(k_pool.dtype), v.astype(v_pool.dtype)
     finite = jnp.isfinite(v)
     k = jnp.where(finite.all(-1, keepdims=True), k, jnp.nan)

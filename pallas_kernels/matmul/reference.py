@@ -1,5 +1,7 @@
 """XLA reference of `matmul`."""
 
+from collections.abc import Sequence
+
 import jax.numpy as jnp
 from jax import Array, lax
 
@@ -8,6 +10,19 @@ def matmul(x: Array, weight: Array, contracted: int = 1) -> Array:
     """Contracts the last `contracted` axes of `x` with the first of `weight`."""
     axes = tuple(range(x.ndim - contracted, x.ndim)), tuple(range(contracted))
     return lax.dot_general(x, weight, (axes, ((), ())), precision=precision(x))
+
+
+def add_parts(parts: Sequence[Array]) -> Array:
+    """The product that parts are of: their sum in float32, rounded once."""
+    if len(parts) == 1:
+        return parts[0]
+    return total(parts).astype(parts[0].dtype)
+
+
+def total(parts: Sequence[Array]) -> Array:
+    """Their sum in float32."""
+    first, *rest = (part.astype(jnp.float32) for part in parts)
+    return sum(rest, first)
 
 
 def precision(x: Array) -> lax.Precision:

@@ -149,7 +149,7 @@ class Step:
             q, k_pool, v_pool = append_kv(
                 k_pool,
                 v_pool,
-                decoder.project_qkv(layer, normed),
+                decoder.project_qkv(layer, normed, implementation=self.implementation),
                 queries.slot,
                 cos,
                 sin,

@@ -1,7 +1,7 @@
 """The decoder: its layer arithmetic as functions on raw arrays, and the flax module around them.
 
-A layer is two branches; each takes the norm of the residual stream and returns what to add to it,
-as parts [S, ...] that `add_norm` or `add` sums (see `matmul_parts`).
+A layer is two branches; each takes the norm of the residual stream and returns what to add to it.
+What a branch and `project_qkv` return is in parts [S, ...] that the next op sums (`matmul_parts`).
 The engine's step calls the branches with its own kernels: `add_norm` before each, and between
 `project_qkv` and `attention_output` `append_kv` and paged attention. `Decoder` runs the same
 functions with `attention_inputs` and ordinary causal attention: for training, rescoring and parity
@@ -32,12 +32,15 @@ def embed(params: Params, tokens: jax.Array) -> jax.Array:
     return params["embedding"][tokens]
 
 
-def project_qkv(layer: Params, normed: jax.Array) -> jax.Array:
-    """Queries, keys and values [..., kv_heads, group + 2, head_dim] of normed states [..., hidden].
+def project_qkv(
+    layer: Params, normed: jax.Array, *, implementation: Implementation = "xla"
+) -> jax.Array:
+    """Queries, keys and values of normed states [..., hidden], as parts
+    [S, ..., kv_heads, group + 2, head_dim].
 
     Bias, head norms and rotation are still to come: see `head_params`.
     """
-    return xla.matmul(normed, layer["qkv"])
+    return matmul_parts(normed, layer["qkv"], implementation=implementation)
 
 
 def head_params(layer: Params, config: ModelConfig) -> dict[str, Any]:
@@ -54,7 +57,7 @@ def attention_inputs(
     layer: Params, normed: jax.Array, cos: jax.Array, sin: jax.Array, config: ModelConfig
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Rotated queries [..., heads, head_dim] and keys, and values, [..., kv_heads, head_dim]."""
-    return rotate(project_qkv(layer, normed), cos, sin, **head_params(layer, config))
+    return rotate(xla.add_parts(project_qkv(layer, normed)), cos, sin, **head_params(layer, config))
 
 
 def attention_output(

@@ -175,7 +175,8 @@ def test_attention64_is_the_oracle(shape, kind):
 
 def append64(qkv, cos, sin, bias, q_norm, k_norm):
     """Queries [T, Hkv * group, D], keys and values [T, Hkv, D]."""
-    x = qkv if bias is None else qkv + bias
+    x = qkv.sum(axis=0)
+    x = x if bias is None else x + bias
     group, half = x.shape[2] - 2, x.shape[3] // 2
     turned = x[:, :, : group + 1]
     if q_norm is not None:
@@ -213,6 +214,7 @@ appends = st.builds(
     head_dim=st.sampled_from([20, 96, 128]),
     bias=st.booleans(),
     norms=st.booleans(),
+    parts=st.integers(1, 2),
     dtype=st.sampled_from(list(APPEND)),
 )
 

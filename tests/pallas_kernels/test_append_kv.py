@@ -51,6 +51,7 @@ def jitted(implementation):
 def oracle(k_pool, v_pool, qkv, slots, cos, sin, *, bias, q_norm, k_norm):
     """In numpy, one token and head at a time."""
     dtype = qkv.dtype
+    qkv = qkv[0] if len(qkv) == 1 else qkv.astype(np.float32).sum(axis=0).astype(dtype)
     n_tokens, n_kv_heads, members, _ = qkv.shape
     group = members - 2
     q = np.zeros((n_tokens, n_kv_heads * group, qkv.shape[3]), dtype)
@@ -110,6 +111,7 @@ cases = st.builds(
     head_dim=st.sampled_from([2, 20, 64, 80, 96]),
     bias=st.booleans(),
     norms=st.booleans(),
+    parts=st.integers(1, 3),
     dtype=st.sampled_from(DTYPES),
 )
 
@@ -126,7 +128,7 @@ def test_reference(case):
 @given(case=cases)
 @example(case=tiny(group=4, n_kv_heads=8, head_dim=128, dtype="bfloat16"))
 @example(case=tiny(group=1, n_kv_heads=2, head_dim=80, bias=True, norms=False, dtype="bfloat16"))
-@example(case=tiny(group=5, n_kv_heads=1, head_dim=96, bias=True, dtype="float32"))
+@example(case=tiny(group=5, n_kv_heads=1, head_dim=96, bias=True, parts=2, dtype="float32"))
 @example(case=tiny(group=16, n_kv_heads=2, head_dim=256, norms=False, dtype="float16"))
 def test_kernel(case):
     inputs = make_inputs(case)
@@ -161,6 +163,20 @@ def test_casts_to_the_pool(implementation):
 
 
 @pytest.mark.parametrize("implementation", ["xla", "pallas"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_parts_are_added_before_anything_is_rounded(implementation, dtype):
+    """In bfloat16, 1 swallows what is left when it is taken away again."""
+    inputs = make_inputs(tiny(dtype=dtype))
+    small = inputs["qkv"] / 4096
+    parts = jnp.concatenate([jnp.ones_like(small), small, -jnp.ones_like(small)])
+    in_parts, whole = (
+        jitted(implementation)(**(inputs | {"qkv": qkv}))
+        for qkv in (parts, ((parts[:1].astype("float32") + small) - 1).astype(dtype))
+    )
+    check(inputs, in_parts, whole)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "pallas"])
 def test_no_tokens(implementation):
     inputs = tiny(n_tokens=0).inputs()
     q, k, v = append_kv(**inputs, implementation=implementation)
@@ -170,11 +186,11 @@ def test_no_tokens(implementation):
 
 
 def test_tiles_fill_a_gpu_with_wide_accesses():
-    assert choose_tile((248, 8, 6, 128), jnp.dtype("bfloat16")) == Tile(heads=2, warps=4)
-    assert choose_tile((2048, 8, 6, 128), jnp.dtype("bfloat16")) == Tile(heads=4, warps=8)
-    assert choose_tile((8, 8, 6, 128), jnp.dtype("bfloat16")) == Tile(heads=1, warps=2)
-    assert choose_tile((248, 2, 9, 64), jnp.dtype("bfloat16")) == Tile(heads=1, warps=2)
-    assert choose_tile((248, 5, 18, 256), jnp.dtype("float32")) == Tile(heads=1, warps=8)
+    assert choose_tile((1, 248, 8, 6, 128), jnp.dtype("bfloat16")) == Tile(heads=2, warps=4)
+    assert choose_tile((1, 2048, 8, 6, 128), jnp.dtype("bfloat16")) == Tile(heads=4, warps=8)
+    assert choose_tile((1, 8, 8, 6, 128), jnp.dtype("bfloat16")) == Tile(heads=1, warps=2)
+    assert choose_tile((1, 248, 2, 9, 64), jnp.dtype("bfloat16")) == Tile(heads=1, warps=2)
+    assert choose_tile((1, 248, 5, 18, 256), jnp.dtype("float32")) == Tile(heads=1, warps=8)
 
 
 def temporary_share(implementation) -> float:
@@ -209,11 +225,12 @@ def test_kernel_aliases_both_pools(case):
         ("slots", jnp.zeros((5,)), r"slots is float32\[5\], but must be int32\[T\]"),
         (
             "qkv",
-            jnp.zeros((5, 3, 2, 20)),
-            r"qkv has shape \(5, 3, 2, 20\), but must be \[T, Hkv, group \+ 2, D\] with T=5, Hkv=3",
+            jnp.zeros((1, 5, 3, 2, 20)),
+            r"qkv has shape \(1, 5, 3, 2, 20\), but must be \[S, T, Hkv, group \+ 2, D\] with",
         ),
-        ("qkv", jnp.zeros((4, 3, 4, 20)), r"qkv has shape \(4, 3, 4, 20\)"),
-        ("qkv", jnp.zeros((5, 3, 4, 20), int), "qkv is int32, but must be float16, bfloat16 or fl"),
+        ("qkv", jnp.zeros((5, 3, 4, 20)), r"qkv has shape \(5, 3, 4, 20\)"),
+        ("qkv", jnp.zeros((0, 5, 3, 4, 20)), r"qkv has shape \(0, 5, 3, 4, 20\)"),
+        ("qkv", jnp.zeros((1, 5, 3, 4, 20), int), "qkv is int32, but must be float16, bfloat16"),
         ("cos", jnp.zeros((5, 20)), r"cos is float32\[5, 20\], but must be .* = float32\[5, 10\]"),
         ("sin", jnp.zeros((5, 10), "bfloat16"), r"sin is bfloat16\[5, 10\], but must be float32"),
         ("bias", jnp.zeros((3, 4)), r"bias is float32\[3, 4\], but .* float32\[3, 4, 20\], or"),
@@ -237,10 +254,11 @@ def test_errors_name_the_argument(argument, value, message):
     ("n_kv_heads", "group", "head_dim"), [(8, 4, 128), (3, 5, 80), (2, 7, 96), (1, 16, 256)]
 )
 @pytest.mark.parametrize("norms", [True, False])
-def test_compiled_kernel(n_kv_heads, group, head_dim, norms, dtype):
+@pytest.mark.parametrize("parts", [1, 2])
+def test_compiled_kernel(n_kv_heads, group, head_dim, norms, parts, dtype):
     case = Append(
         300, n_slots=1 << 14, n_kv_heads=n_kv_heads, group=group, head_dim=head_dim,
-        bias=not norms, norms=norms, dtype=dtype,
+        bias=not norms, norms=norms, parts=parts, dtype=dtype,
     )  # fmt: skip
     inputs = make_inputs(case)
     arrays = {name: None if x is None else np.asarray(x) for name, x in inputs.items()}
@@ -260,11 +278,11 @@ def test_values_that_are_no_numbers_are_kept_out_of_the_pool(implementation, bia
     """They become 0, and the key of their token and head NaN; no other key changes."""
     inputs = make_inputs(tiny(bias=bias), padding=0)
     clean = jitted(implementation)(**inputs)
-    group = inputs["qkv"].shape[2] - 2
+    group = inputs["qkv"].shape[3] - 2
     places = [(1, 0, 3, jnp.nan), (2, 2, 0, jnp.inf), (4, 1, 19, -jnp.inf)]
     qkv, slots = inputs["qkv"], np.asarray(inputs["slots"])
     for token, head, column, value in places:
-        qkv = qkv.at[token, head, group + 1, column].set(value)
+        qkv = qkv.at[0, token, head, group + 1, column].set(value)
     results = jitted(implementation)(**(inputs | {"qkv": qkv}))
     q, k, v = (np.array(x, np.float32) for x in results)
     assert np.isfinite(v).all()

@@ -82,7 +82,7 @@ def test_layers_share_their_kernels():
 def test_append_kv(n_kv_heads, group, head_dim, norms, dtype):
     case = Append(
         248, n_slots=512, n_kv_heads=n_kv_heads, group=group, head_dim=head_dim, bias=not norms,
-        norms=norms, dtype=dtype,
+        norms=norms, parts=1 + norms, dtype=dtype,
     )  # fmt: skip
     run = functools.partial(append_kv, **as_kernel)
     text = lower_for_cuda(run, **jax.eval_shape(case.inputs)).as_text()

@@ -94,10 +94,11 @@ def test_a_step_lowers_with_its_kernels(bucket, speculation, kernels, monkeypatc
 
 
 def test_a_full_step_multiplies_with_kernels(monkeypatch):
-    """256 queries: `out`, `gate_up` and `down`, a kernel each that all layers share."""
+    """256 queries: `qkv`, `out`, `gate_up` and `down`, a kernel each that all layers share."""
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     text = lower(Bucket(121, 15, 0, 8320), SpeculationConfig())
-    assert text.count("mosaic_gpu_v2") == 3
+    assert text.count("mosaic_gpu_v2") == 4
+    assert "tensor<2x256x8x6x128xbf16>" in text, "two parts that go to append_kv"
     assert "tensor<4x256x4096xbf16>" in text, "four parts that go to add_norm"
 
 
