@@ -8,6 +8,7 @@ codes.
 """
 
 import functools
+import math
 from typing import NamedTuple
 
 import jax
@@ -24,10 +25,11 @@ _UNROLLED = 64  # packed queries; of more, the older ones are added in a loop
 
 
 class Tile(NamedTuple):
-    """Blocks of a program, and its warps."""
+    """Blocks of a program, its warps, and the KV heads in each pass of its loop."""
 
     blocks: int
     warps: int
+    heads: int = 1
 
 
 TILE = Tile(32, 2)  # 16 codes a thread, one wide load
@@ -169,9 +171,17 @@ def _kernel(
                 older = lax.fori_loop(ages, n_queries, add_older, older)
             return older, *by_age
 
+        at_once = math.gcd(n_heads, tile.heads)
+
+        def add_some(i, sums):
+            for j in range(at_once):
+                sums = add_head(i * at_once + j, sums)
+            return sums
+
         sums = (zeros,) * (1 + ages)
+        passes = n_heads // at_once
         ranking, *by_age = (
-            add_head(0, sums) if n_heads == 1 else lax.fori_loop(0, n_heads, add_head, sums)
+            add_some(0, sums) if passes == 1 else lax.fori_loop(0, passes, add_some, sums)
         )
         for ref, total, (_, here, ahead) in zip(moving_refs, by_age, newest, strict=True):
             ranking += total * here

@@ -60,6 +60,7 @@ result = {
     "select_positions": temp_bytes(select, *abstract("select_positions", "shared")),
 }
 """)
+    assert temp.pop("rank_positions") < 64 << 20, "more than a few rankings: the codes are 1.3 GB"
     assert max(temp.values()) < 1 << 20
 
 
