@@ -1,7 +1,7 @@
 """The figures of the documents, drawn from `benchmarks/results`.
 
-    pip install -e '.[notebooks]'
-    python -m benchmarks.figures
+pip install -e '.[notebooks]'
+python -m benchmarks.figures
 """
 
 from __future__ import annotations

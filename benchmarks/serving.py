@@ -270,22 +270,27 @@ class Progress:
     def __init__(self, count: int):
         self.left, self.done, self.failed = count, threading.Event(), []
         self.tokens: list[tuple[float, int, int]] = []  # time, request, how many
+        self.ended: dict[int, float] = {}
 
     def __call__(self, event: TokenEvent) -> None:
         self.tokens.append((time.perf_counter(), event.request_id, len(event.tokens)))
         if event.error is not None:
             self.failed.append(event.error)
-        self.left -= event.finish_reason is not None
+        if event.finish_reason is not None:
+            self.ended[event.request_id] = time.perf_counter()
+            self.left -= 1
         if self.failed or not self.left:
             self.done.set()
 
     def between(self, start: float, end: float) -> tuple[int, list[float]]:
         """Tokens emitted, and seconds a token of each request that ran all the time."""
         counts: Counter[int] = Counter()
+        before = {request for at, request, _ in self.tokens if at < start}
         for at, request, count in self.tokens:
             if start <= at < end:
                 counts[request] += count
-        return counts.total(), [(end - start) / count for count in counts.values() if count]
+        lasting = [r for r in counts if r in before and self.ended.get(r, end) >= end]
+        return counts.total(), [(end - start) / counts[request] for request in lasting]
 
 
 def measure(

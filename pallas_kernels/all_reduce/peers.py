@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pallas_kernels.dispatch import check
@@ -53,10 +52,11 @@ class Mailboxes(NamedTuple):
     def size(self) -> int:
         return self.messages + 2 * self.devices * self.rows * self.message_bytes
 
-    def memory(self) -> Array:
+    def memory(self) -> np.ndarray:
         """Of all devices before the first call: counters and flags of 0, no messages."""
-        word = lax.broadcasted_iota(jnp.int32, (self.devices, self.size // 4), 1)
-        return jnp.where(4 * word < self.messages, 0, np.uint32(EMPTY).view(np.int32))
+        words = np.full(self.size // 4, np.uint32(EMPTY).view(np.int32))
+        words[: self.messages // 4] = 0
+        return np.broadcast_to(words, (self.devices, len(words)))
 
 
 @functools.partial(
@@ -99,14 +99,7 @@ def connect(mesh: Mesh, axis_name: str, *, rows: int, hidden: int) -> Peers | No
     if not supported(mesh) or hidden % 1024 or mailboxes.size >= 2**31:
         return None
     sharding = NamedSharding(mesh, PartitionSpec(axis_name))
-    n_words = mailboxes.size // 4
-
-    @functools.partial(jax.jit, out_shardings=sharding)
-    def fresh() -> Array:
-        word = jax.lax.broadcasted_iota(jnp.int32, (devices, n_words), 1)
-        return jnp.where(word >= mailboxes.messages // 4, np.uint32(EMPTY).view(np.int32), 0)
-
-    memory = jax.block_until_ready(fresh())
+    memory = jax.block_until_ready(jax.device_put(mailboxes.memory(), sharding))
     table = jax.device_put(addresses(memory, mesh), sharding)
     return Peers(jax.block_until_ready(table), memory, mailboxes)
 
