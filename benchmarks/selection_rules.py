@@ -59,13 +59,13 @@ class Selection(NamedTuple):
 
 
 SELECTIONS = {
-    "paper": Selection(SCORE_RULES["paper"]),
+    "paper": Selection(Rule(paper, shared=False)),
     "paper, first and last query": Selection(Rule(first_and_last, shared=False)),
     "paper, one list a layer": Selection(Rule(paper, shared=True)),
-    "paper, pages of 4": Selection(SCORE_RULES["paper"], pages),
-    "shifted": Selection(SCORE_RULES["shifted"]),
+    "paper, pages of 4": Selection(Rule(paper, shared=False), pages),
+    "shifted, one list a layer": Selection(Rule(shifted, shared=True)),
     "shifted, a list for each head": Selection(Rule(shifted, shared=False)),
-    "shifted, pages of 4": Selection(SCORE_RULES["shifted"], pages),
+    "shifted, pages of 4": Selection(Rule(shifted, shared=False), pages),
 }
 
 

@@ -33,8 +33,9 @@ class Rule(NamedTuple):
 
     weigh: gets the numbers of a row's queries that exist and of those that are committed, from the
       front, both [E] int32, and Q.
-    shared: whether the KV heads of a layer share one list, by their mean scores. It accepts as many
-      drafts as a list for each head, and there is less to rank, to select and to translate.
+    shared: whether the KV heads of a layer share one list, by their mean scores: less to select
+      and to translate than a list for each, at a price in accepted drafts that depends on the
+      model.
     """
 
     weigh: Callable[[jax.Array, jax.Array, int], Weights]
