@@ -49,7 +49,7 @@ OPTIONS: dict[str, dict[str, str | bool]] = {
     },
     "memcpy": {KERNELS: "", "xla_gpu_use_memcpy_local_p2p": True},
 }
-CASES = ("words", "push", "pull", "psum", "psum/nccl", "psum/graph", "permute/nccl", "gather/nccl")
+CASES = ("words", "psum", "psum/nccl", "psum/graph", "permute/nccl", "gather/nccl")
 FUSED_CASES = ("psum_add_norm", "psum_add_norm/nccl", "words_then_add_norm", "words_add_norm")
 
 
@@ -100,8 +100,8 @@ def remote(x: Array) -> Array:
 
 def formulation(name: str) -> Callable[[Peers | None, Array], Array]:
     """The sum of the devices' x, [T, hidden], inside `shard_map`."""
-    if name in ("words", "push", "pull"):
-        return lambda peers, x: mosaic_gpu.all_reduce(x, peers, protocol=name)
+    if name == "words":
+        return lambda peers, x: mosaic_gpu.all_reduce(x, peers)
     simple = {
         "none": lax.optimization_barrier,
         "psum": functools.partial(lax.psum, axis_name=AXIS),
@@ -116,12 +116,10 @@ def formulation(name: str) -> Callable[[Peers | None, Array], Array]:
 def add_norm_formulation(name: str) -> Callable[..., tuple[Array, Array]]:
     """The residual stream and its norm, of x, a delta and a scale."""
     kind = name.removesuffix("_add_norm")
-    if kind in ("words", "push", "pull"):
+    if kind == "words":
 
         def fused(peers: Peers, x: Array, delta: Array, scale: Array) -> tuple[Array, Array]:
-            return mosaic_gpu.all_reduce_add_norm(
-                x, delta[None], scale, peers, eps=EPS, protocol=kind
-            )
+            return mosaic_gpu.all_reduce_add_norm(x, delta[None], scale, peers, eps=EPS)
 
         return fused
     reduce = formulation(kind.removesuffix("_then"))

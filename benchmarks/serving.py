@@ -84,11 +84,12 @@ class Workload:
         rng = np.random.default_rng(0)
         mean, std, longest = 13_000 * scale, 7_600 * scale, int(32_768 * scale)
         shape = (mean / std) ** 2
-        outputs = rng.gamma(shape, mean / shape, count + 8 * midway).clip(8, longest).astype(int)
-        running = rng.choice(outputs[count:], midway, p=outputs[count:] / outputs[count:].sum())
-        outputs = np.concatenate([running, outputs[: count - midway]])
+        outputs = rng.gamma(shape, mean / shape, count).clip(8, longest).astype(int)
         done = np.zeros(count, int)
-        done[:midway] = rng.random(midway) * running
+        if midway:
+            many = rng.gamma(shape, mean / shape, 8 * midway).clip(8, longest)
+            outputs[:midway] = rng.choice(many, midway, p=many / many.sum())
+            done[:midway] = rng.random(midway) * outputs[:midway]
         return cls(rng.integers(80, 240, count), outputs, done, longest)
 
 
@@ -186,6 +187,7 @@ class Recorder:
             "step_ms_with_evicts_only": ms(seconds, decoding & evicts & ~restores),
             "step_ms_with_restores_only": ms(seconds, decoding & restores & ~evicts),
             "step_ms_mean": round(1e3 * float(seconds[decoding].mean()), 3),
+            "step_ms_mean_without_moves": round(1e3 * float(seconds[decoding & ~moves].mean()), 3),
             "step_ms_p99": round(1e3 * float(np.percentile(seconds[decoding], 99)), 3),
             "moving_ms": ms(steps.moving[:-1], decoding & moves),
             "dispatch_ms": ms(steps.dispatching, steps.chunks == 0),

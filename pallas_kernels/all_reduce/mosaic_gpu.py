@@ -9,18 +9,15 @@ and even epochs have different slots. Nobody waits for a slot to be read: a devi
 n + 2 has heard epoch n + 1 of all others, who sent it from a kernel that started after their kernel
 of epoch n had ended.
 
-*When* a message has arrived is told by one of three protocols:
-
-- `words`: by the message itself. A slot that awaits one holds a word (`EMPTY`) that messages do not
-  contain, and a reader reads until none of its words is that one; then it puts the word back, in
-  time for epoch n + 2, as above. Each word is stored whole, and in a message `EMPTY` (two NaNs
-  that no arithmetic returns) becomes two other NaNs. No fence, no flag: one trip through NVLink.
-- `push`: by a flag, stored after the message with a fence between: NVLink's latency once more.
-- `pull`: the same, but messages stay with their sender, and the receiver reads them there.
+*When* a message has arrived it tells itself. A slot that awaits one holds a word (`EMPTY`) that
+messages do not contain, and a reader reads until none of its words is that one; then it puts the
+word back, in time for epoch n + 2, as above. Each word is stored whole, and in a message `EMPTY`
+(two NaNs that no arithmetic returns) becomes two other NaNs. So there is no fence and no flag, and
+one trip through NVLink: 9.5 us for [248, 4096] on two H200s, where a flag behind the message takes
+13.1, reading the message from its sender's memory 10.9, and NCCL 33.
 """
 
 import functools
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +30,6 @@ from jaxlib.mlir.dialects import arith, gpu, llvm, memref, scf, vector
 
 from pallas_kernels.all_reduce.peers import EMPTY, Mailboxes, Peers
 
-Protocol = Literal["words", "push", "pull"]
 _VECTOR = 8  # values that a thread holds next to each other: 16 bytes
 _WORDS = 4
 _WARPGROUP = 128
@@ -49,10 +45,10 @@ def _pointer(base: ir.Value, offset: ir.Value) -> ir.Value:
     return llvm.inttoptr(llvm.PointerType.get(), arith.addi(base, offset))
 
 
-def _load(pointer: ir.Value, order: str = "relaxed") -> ir.Value:
+def _load(pointer: ir.Value) -> ir.Value:
     i32 = ir.IntegerType.get_signless(32)
     return mgpu.utils.inline_ptx(
-        f"ld.{order}.sys.global.b32 $0, [$1];", pointer, result_types=i32, has_side_effects=True
+        "ld.relaxed.sys.global.b32 $0, [$1];", pointer, result_types=i32, has_side_effects=True
     )
 
 
@@ -88,16 +84,6 @@ def _from_words(words: list[ir.Value], register_type: ir.Type) -> ir.Value:
     return vector.bitcast(register_type, vec)
 
 
-def _await(pointer: ir.Value, epoch: ir.Value) -> None:
-    """Until the flag there is that of `epoch`, or of the one after."""
-    loop = scf.WhileOp([], [])
-    with ir.InsertionPoint(loop.before.blocks.append()):
-        behind = arith.subi(_load(pointer, "acquire"), epoch)
-        scf.condition(arith.cmpi(arith.CmpIPredicate.slt, behind, _i32(0)), [])
-    with ir.InsertionPoint(loop.after.blocks.append()):
-        scf.yield_([])
-
-
 def _await_words(pointers: list[ir.Value]) -> list[ir.Value]:
     """The words there, once none of them is `EMPTY`."""
     i32 = ir.IntegerType.get_signless(32)
@@ -118,7 +104,7 @@ def _without_empty(word: ir.Value) -> ir.Value:
 
 
 def _exchange(
-    mine: mgpu.FragmentedArray, table: ir.Value, boxes: Mailboxes, protocol: Protocol
+    mine: mgpu.FragmentedArray, table: ir.Value, boxes: Mailboxes
 ) -> mgpu.FragmentedArray:
     """The sum of the devices' rows, `mine` here, in float32."""
     i32, i64 = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64)
@@ -131,10 +117,6 @@ def _exchange(
         """The memory of the device that many ranks on."""
         low, high = (arith.extui(i64, entry(1 + 2 * distance + i)) for i in range(2))
         return arith.ori(low, arith.shli(high, mgpu.c(32, i64)))
-
-    def flag(device: ir.Value) -> ir.Value:
-        place = arith.addi(arith.muli(device, _i32(boxes.rows)), row)
-        return arith.addi(arith.muli(place, _i32(4)), _i32(boxes.flags))
 
     def message(base: ir.Value, source: ir.Value) -> list[ir.Value]:
         """Pointers to this thread's words."""
@@ -150,41 +132,21 @@ def _exchange(
     row = arith.index_cast(i32, gpu.block_id(gpu.Dimension.x))
     thread = mgpu.utils.thread_idx()
     rank = entry(0)
-    others = [
-        arith.remui(arith.addi(rank, _i32(i)), _i32(boxes.devices)) for i in range(1, boxes.devices)
-    ]
-    own, *bases = (address(i) for i in range(boxes.devices))
+    own, *others = (address(i) for i in range(boxes.devices))
     counter = _pointer(own, arith.muli(row, _i32(4)))
     epoch = arith.addi(_load(counter), _i32(1))
     slot = arith.andi(epoch, _i32(1))
 
-    words = [_to_words(register) for register in registers]
-    if protocol == "words":
-        words = [[_without_empty(word) for word in vec] for vec in words]
-    for base in [own] if protocol == "pull" else bases:
+    words = [[_without_empty(word) for word in _to_words(register)] for register in registers]
+    for base in others:
         for pointer, vec in zip(message(base, rank), words, strict=True):
             _store_words(pointer, vec)
-    mgpu.utils.warpgroup_barrier()  # all have stored, and all know the epoch
+    mgpu.utils.warpgroup_barrier()  # all know the epoch
     with mgpu.single_thread(scope=mgpu.ThreadSubset.WARPGROUP):
-        if protocol != "words":
-            mgpu.utils.inline_ptx("fence.acq_rel.sys;", has_side_effects=True)
-            for base in bases:
-                _store(_pointer(base, flag(rank)), epoch)
-            for other in others:
-                _await(_pointer(own, flag(other)), epoch)
         _store(counter, epoch)
-    if protocol != "words":
-        mgpu.utils.warpgroup_barrier()
 
     def received(source: ir.Value) -> list[ir.Value]:
-        base = own
-        if protocol == "pull":
-            for other, its_base in zip(others, bases, strict=True):
-                is_other = arith.cmpi(arith.CmpIPredicate.eq, other, source)
-                base = arith.select(is_other, its_base, base)
-        pointers = message(base, source)
-        if protocol != "words":
-            return [word for pointer in pointers for word in _load_words(pointer)]
+        pointers = message(own, source)
         flat = _await_words(pointers)
         for pointer in pointers:
             _store_words(pointer, [_i32(EMPTY)] * _WORDS)
@@ -219,7 +181,7 @@ def _exchange(
     )
 
 
-def _exchanged(mine: Array, table_ref, boxes: Mailboxes, protocol: Protocol) -> Array:
+def _exchanged(mine: Array, table_ref, boxes: Mailboxes) -> Array:
     layout = _layout(boxes.hidden)
 
     @plgpu.inline_mgpu(
@@ -227,7 +189,7 @@ def _exchanged(mine: Array, table_ref, boxes: Mailboxes, protocol: Protocol) -> 
         return_type=plgpu.ShapeDtypeStruct((boxes.hidden,), jnp.float32, layout=layout),
     )
     def exchange(_, mine, table):
-        return _exchange(mine, table, boxes, protocol)
+        return _exchange(mine, table, boxes)
 
     return exchange(mine, table_ref)
 
@@ -240,14 +202,14 @@ def _row(ref, row: Array) -> Array:
     return plgpu.load(ref.at[row], layout=_layout(ref.shape[-1]), optimized=False)
 
 
-def _kernel(x_ref, table_ref, out_ref, *, boxes: Mailboxes, protocol: Protocol):
+def _kernel(x_ref, table_ref, out_ref, *, boxes: Mailboxes):
     row = lax.axis_index("row")
-    total = _exchanged(_row(x_ref, row), table_ref, boxes, protocol)
+    total = _exchanged(_row(x_ref, row), table_ref, boxes)
     out_ref[row] = total.astype(out_ref.dtype)
 
 
 def _add_norm_kernel(
-    x_ref, delta_ref, scale_ref, table_ref, sum_ref, normed_ref, *, boxes, protocol, eps: float
+    x_ref, delta_ref, scale_ref, table_ref, sum_ref, normed_ref, *, boxes, eps: float
 ):
     row, dtype = lax.axis_index("row"), x_ref.dtype
     x = _row(x_ref, row).astype(jnp.float32)
@@ -258,7 +220,7 @@ def _add_norm_kernel(
             wide = wide + part.astype(jnp.float32)
         mine = wide.astype(dtype)
     scale = plgpu.load(scale_ref, layout=_layout(boxes.hidden), optimized=False)
-    total = _exchanged(mine, table_ref, boxes, protocol).astype(dtype).astype(jnp.float32)
+    total = _exchanged(mine, table_ref, boxes).astype(dtype).astype(jnp.float32)
     total = (x + total).astype(dtype)
     sum_ref[row] = total
     wide = total.astype(jnp.float32)
@@ -277,20 +239,20 @@ def _call(kernel, out_type, n_rows: int, name: str):
     )
 
 
-@functools.partial(jax.jit, static_argnames=("protocol",))
-def all_reduce(x: Array, peers: Peers, *, protocol: Protocol = "words") -> Array:
+@jax.jit
+def all_reduce(x: Array, peers: Peers) -> Array:
     """[T, hidden] on each device to their sum."""
-    kernel = functools.partial(_kernel, boxes=peers.mailboxes, protocol=protocol)
+    kernel = functools.partial(_kernel, boxes=peers.mailboxes)
     out_type = jax.ShapeDtypeStruct(x.shape, x.dtype)
     return _call(kernel, out_type, len(x), "all_reduce")(x, peers.table.reshape(-1))
 
 
-@functools.partial(jax.jit, static_argnames=("eps", "protocol"))
+@functools.partial(jax.jit, static_argnames=("eps",))
 def all_reduce_add_norm(
-    x: Array, delta: Array, scale: Array, peers: Peers, *, eps: float, protocol: Protocol = "words"
+    x: Array, delta: Array, scale: Array, peers: Peers, *, eps: float
 ) -> tuple[Array, Array]:
     """x [T, hidden], delta [S, T, hidden]."""
-    kernel = functools.partial(_add_norm_kernel, boxes=peers.mailboxes, protocol=protocol, eps=eps)
+    kernel = functools.partial(_add_norm_kernel, boxes=peers.mailboxes, eps=eps)
     out = jax.ShapeDtypeStruct(x.shape, x.dtype)
     call = _call(kernel, (out, out), len(x), "all_reduce_add_norm")
     return call(x, delta, scale, peers.table.reshape(-1))

@@ -27,7 +27,7 @@ _ITEM_BYTES = 2
 class Mailboxes(NamedTuple):
     """Where things are in the memory of each device, in bytes.
 
-    A row has a counter of its calls, and of every device a flag and two messages.
+    A row has a counter of its calls, and two messages of every device.
     """
 
     devices: int
@@ -39,21 +39,16 @@ class Mailboxes(NamedTuple):
         return self.hidden * _ITEM_BYTES
 
     @property
-    def flags(self) -> int:
-        """The first flag, [device, row] of 4 bytes; counters, [row], are before."""
-        return 4 * self.rows
-
-    @property
     def messages(self) -> int:
-        """The first message, [slot, device, row]."""
-        return -(-4 * self.rows * (1 + self.devices) // 128) * 128
+        """The first message, [slot, device, row]; counters, [row] of 4 bytes, are before."""
+        return -(-4 * self.rows // 128) * 128
 
     @property
     def size(self) -> int:
         return self.messages + 2 * self.devices * self.rows * self.message_bytes
 
     def memory(self) -> np.ndarray:
-        """Of all devices before the first call: counters and flags of 0, no messages."""
+        """Of all devices before the first call: counters of 0, no messages."""
         words = np.full(self.size // 4, np.uint32(EMPTY).view(np.int32))
         words[: self.messages // 4] = 0
         return np.broadcast_to(words, (self.devices, len(words)))

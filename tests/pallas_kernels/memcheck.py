@@ -41,6 +41,8 @@ from test_accuracy import (
     verify_sample,
 )
 from test_append_kv import EPS, make_inputs
+from test_matmul import check as check_product
+from test_matmul import operands
 from test_rank_positions import make_coded, make_rows
 from test_rank_positions import probabilities as coded_probabilities
 
@@ -56,6 +58,8 @@ from pallas_kernels import (
 from pallas_kernels.add_norm import pallas_triton as norm_kernel
 from pallas_kernels.append_kv import pallas_triton as append_kernel
 from pallas_kernels.fused_attention import pallas_triton as attention_kernel
+from pallas_kernels.matmul import mosaic_gpu
+from pallas_kernels.matmul.tiles import Tile
 from pallas_kernels.rank_positions import pallas_triton as rank_kernel
 from pallas_kernels.sample_tokens import pallas_triton as sample_kernel
 from pallas_kernels.select_positions import pallas_triton as select_kernel
@@ -154,6 +158,25 @@ def attention():
                 np.testing.assert_array_equal(new[: shape.layer], old[: shape.layer])
 
 
+def product():
+    """A kernel of Mosaic GPU, for Hopper."""
+    global n_kernels
+    if getattr(DEVICE, "compute_capability", None) != "9.0":
+        return
+    x, weight = operands(200, 512, 768, "bfloat16")
+    for tile in (
+        Tile(128, 192, stages=3),
+        Tile(64, 192, stages=4, parts=2),
+        Tile(128, 64, stages=6, beside=True, parts=2),
+        Tile(128, 128, stages=4, pairs=True, parts=4),
+    ):
+        run = functools.partial(mosaic_gpu.matmul_parts, tile=tile, multiprocessors=132)
+        with jax.default_device(DEVICE):
+            parts = jax.jit(run)(*jax.device_put((x, weight), DEVICE))
+        check_product(jax.device_get(parts), x, weight)
+        n_kernels += 1
+
+
 def norm():
     rng = np.random.default_rng(0)
     x, delta, scale = (rng.normal(size=s).astype(np.float32) for s in ((37, 999), (37, 999), 999))
@@ -212,6 +235,7 @@ def sampling():
 
 OPS = {
     "fused_attention": attention,
+    "matmul": product,
     "add_norm": norm,
     "append_kv": append,
     "rank_positions": rank,

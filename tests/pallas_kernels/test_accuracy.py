@@ -79,7 +79,9 @@ def attention64(step: Step):
         for r, p in enumerate(position):
             newest = np.arange(recent[r], p + 1)
             for head in range(s.n_kv_heads if count[r] + len(newest) else 0):
-                positions = np.append(selected[s.layer, r, head, : count[r]], newest)
+                positions = np.append(
+                    selected[s.layer, r, head // (s.n_kv_heads // s.lists), : count[r]], newest
+                )
                 attend(r, row[r], head, positions, np.ones((1, len(positions)), bool))
     scores, first = [], s.n_drafts
     if s.n_verify:
