@@ -139,6 +139,7 @@ def main() -> None:
             "context": context,
             "accepted": args.accepted,
             "step_ms": {k: round(1e3 * mean, 3) for k, mean in means.items()},
+            "steps_ms": {k: [round(1e3 * s, 3) for s in seconds[k]] for k in seconds},
             "tokens_per_second": {
                 k: round(tokens_a_step(batch, k, args.accepted) / mean, 1)
                 for k, mean in means.items()
