@@ -46,8 +46,8 @@ def floors(
         "rows_per_step": layout.bucket.drafts + layout.bucket.verifies * layout.n_queries,
         "bandwidth": bandwidth / 1e12,
         "flops": flops / 1e12,
-        "kv_floor_ms": 1e3 * kv_bytes / bandwidth,
-        "matmul_floor_ms": 1e3 * matmuls,
+        "kv_floor_ms": 1e3 * kv_bytes / bandwidth / args.tp,
+        "matmul_floor_ms": 1e3 * matmuls / args.tp,
     }
 
 

@@ -2,6 +2,7 @@
 
     python -m benchmarks.step_time --shape qwen3-8b --batch 128 --context 8192 --json out.json
     python -m benchmarks.step_time --shape qwen3-1.7b --batch 64 --context 2048
+    python -m benchmarks.step_time --shape qwen3-32b --tp 2
 
 The step is the engine's own, compiled for the engine's own bucket, but it starts in the middle of a
 made-up run: weights, keys and values are random, every row has `--context` tokens, and the page
@@ -13,7 +14,7 @@ every window starts over from the same state.
 `step_ms` is wall time with two steps in flight, `dispatch_ms` the host's time in one dispatch. The
 floors are those of the `tokens_per_step` that are not padding (`rows_per_step` with it):
 `kv_floor_ms` to read the keys and values that attention needs, `matmul_floor_ms` for the matmuls'
-operations or weights, whichever takes longer.
+operations or weights, whichever takes longer. With `--tp` they are those of one device's share.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from sparsespec_jax.engine.plan import Bucket, PlanLayout
 from sparsespec_jax.engine.state import DecodeState
 from sparsespec_jax.kv.pool import Pools
 from sparsespec_jax.models.config import ModelConfig
-from sparsespec_jax.parallel.sharding import Placement
+from sparsespec_jax.parallel.sharding import placement_of
 
 IN_FLIGHT = 2
 WARMUP = 8  # steps before a window: the first ones also build the command buffers
@@ -55,7 +56,10 @@ def measure(args: argparse.Namespace) -> dict:
     width = max(width, args.width)
     model, dtype = model_of(args.shape, width), jnp.dtype(args.dtype)
     config = EngineConfig(
-        max_batch=args.batch, max_context=width, implementation=args.implementation
+        tensor_parallel_size=args.tp,
+        max_batch=args.batch,
+        max_context=width,
+        implementation=args.implementation,
     )
     buckets = Buckets(
         max_batch=args.batch,
@@ -68,14 +72,15 @@ def measure(args: argparse.Namespace) -> dict:
     )
     bucket = step_bucket(buckets, args)
     plans = cycle_of_plans(buckets.layout(bucket), args.batch, k)
+    placement = placement_of(config)
     executor = Executor(
         model,
-        random_params(model, dtype),
+        random_params(model, dtype, placement),
         config,
         speculation,
         buckets,
         args.slots,
-        Placement.single_device(),
+        placement,
     )
     executor.transform(lambda pools, state: (randomize(pools), state))
     start = time.perf_counter()
@@ -242,6 +247,7 @@ def main() -> None:
     parser.add_argument("--slots", type=int, default=400_000, help="of the KV pool")
     parser.add_argument("--temperature", type=float, default=0.65)
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--tp", type=int, default=1, help="devices that share the model")
     parser.add_argument("--implementation", default="auto")
     parser.add_argument("--steps", type=int, default=50, help="in a window")
     parser.add_argument("--windows", type=int, default=3)

@@ -9,12 +9,14 @@ if TYPE_CHECKING:
     from sparsespec_jax.config import EngineConfig, SpeculationConfig
     from sparsespec_jax.llm import LLM
     from sparsespec_jax.outputs import Completion, RequestOutput, StreamOutput
+    from sparsespec_jax.parallel.sharding import Placement
     from sparsespec_jax.sampling.params import SamplingParams
 
 __all__ = [
     "LLM",
     "Completion",
     "EngineConfig",
+    "Placement",
     "RequestOutput",
     "SamplingParams",
     "SpeculationConfig",
@@ -25,6 +27,7 @@ _HOMES = {
     "LLM": "sparsespec_jax.llm",
     "Completion": "sparsespec_jax.outputs",
     "EngineConfig": "sparsespec_jax.config",
+    "Placement": "sparsespec_jax.parallel.sharding",
     "RequestOutput": "sparsespec_jax.outputs",
     "SamplingParams": "sparsespec_jax.sampling.params",
     "SpeculationConfig": "sparsespec_jax.config",

@@ -70,12 +70,14 @@ class EngineConfig:
     """Sizes and modes of the engine.
 
     Attributes:
+      tensor_parallel_size: devices that share the model, each with a part of every layer's heads
+        and columns, of the vocabulary and of the KV pool.
       max_batch: requests that run at once.
       max_context: tokens of prompt and output that one request may hold; None: what the model was
         trained for.
-      kv_cache_memory: device memory for the KV pool: a fraction (0, 1) of what is free once the
-        weights are loaded, or a number of bytes. None: 0.85 on a GPU; on a CPU, what `max_batch`
-        full contexts need, up to 2 GiB.
+      kv_cache_memory: memory of each device for the KV pool: a fraction (0, 1) of what is free
+        once the weights are loaded, or a number of bytes. None: 0.85 on a GPU; on a CPU, what
+        `max_batch` full contexts need, up to 2 GiB.
       max_host_kv_bytes: host memory for KV that leaves the device for a while; None: half of what
         is free, as far as `max_batch` full contexts can need it; 0: none, such KV is computed
         again.
@@ -100,6 +102,7 @@ class EngineConfig:
       compilation_cache_dir: keeps compiled steps between runs; None: what jax is set to.
     """
 
+    tensor_parallel_size: int = 1
     max_batch: int = 64
     max_context: int | None = None
     kv_cache_memory: float | int | None = None
@@ -117,6 +120,7 @@ class EngineConfig:
     compilation_cache_dir: str | None = None
 
     def __post_init__(self):
+        _check_int("tensor_parallel_size", self.tensor_parallel_size, 1)
         _check_int("max_batch", self.max_batch, 1, 4096)
         for name, least in (("max_context", 2), ("prefill_chunk", 1), ("prefill_rows", 1)):
             if getattr(self, name) is not None:

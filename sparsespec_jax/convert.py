@@ -21,6 +21,7 @@ from sparsespec_jax.models.huggingface import copy_tokenizer, save_hf
 from sparsespec_jax.models.loading import Dtype, open_checkpoint, read_params, resolve_dtype
 from sparsespec_jax.models.orbax import save_orbax
 from sparsespec_jax.models.tokenizer import Tokenizer
+from sparsespec_jax.parallel.sharding import Placement
 
 
 def convert(
@@ -45,9 +46,9 @@ def convert(
     if destination.exists() and destination.samefile(checkpoint.path):
         raise ValueError("source and destination are the same directory")
     checkpoint.open()
-    host = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
+    host = Placement.single_device(jax.local_devices(backend="cpu")[0])
     params = read_params(
-        checkpoint, resolve_dtype(dtype, checkpoint), sharding=lambda _: host, progress=progress
+        checkpoint, resolve_dtype(dtype, checkpoint), placement=host, progress=progress
     )
     _remove_checkpoint(destination)
     configs = checkpoint.config, destination

@@ -17,7 +17,7 @@ from sparsespec_jax.models.bundled import bundled_model
 from sparsespec_jax.models.loading import load_model
 from sparsespec_jax.models.tokenizer import Tokenizer
 from sparsespec_jax.outputs import Completion, RequestOutput, StreamOutput
-from sparsespec_jax.parallel.sharding import Placement
+from sparsespec_jax.parallel.sharding import Placement, placement_of
 from sparsespec_jax.sampling.params import SamplingParams, sample_seed
 from sparsespec_jax.text import TextAssembler
 
@@ -36,6 +36,8 @@ class LLM:
         a `.gguf` file; None is the bundled Countdown model.
       engine: sizes and modes.
       speculation: how tokens are drafted; it changes the speed, never the output.
+      placement: the devices that share the model, where `engine.tensor_parallel_size` does not say
+        enough: a mesh that exists already, and which of its axes to use.
       progress: show a progress bar while weights load.
     """
 
@@ -45,16 +47,15 @@ class LLM:
         *,
         engine: EngineConfig = EngineConfig(),
         speculation: SpeculationConfig = SpeculationConfig(),
+        placement: Placement | None = None,
         progress: bool = False,
     ):
         source = bundled_model() if model is None else model
-        placement = Placement.single_device()
+        placement = placement_of(engine, placement)
         if engine.compilation_cache_dir is not None:
             _cache_compilations(engine.compilation_cache_dir)
         self.tokenizer = Tokenizer.load(source)
-        loaded = load_model(
-            source, dtype=_dtype(engine), sharding=placement.of_param, progress=progress
-        )
+        loaded = load_model(source, dtype=_dtype(engine), placement=placement, progress=progress)
         self.default_params = SamplingParams(**loaded.generation_defaults)
         self.engine = Engine(loaded.config, loaded.params, engine, speculation, placement)
 

@@ -3,14 +3,16 @@
 from pallas_kernels.sample_tokens.api import (
     best_in_shard,
     finite_rows,
+    merge_scores,
     merge_shards,
     process_logits,
     sample,
     sample_tokens,
     sampling_logprobs,
+    scores_in_shard,
     token_logprobs,
 )
-from pallas_kernels.sample_tokens.args import Best, SampleArgs, Sampled
+from pallas_kernels.sample_tokens.args import Best, SampleArgs, Sampled, TokenScores
 from pallas_kernels.sample_tokens.noise import (
     ACCEPT_STREAM,
     RESIDUAL_STREAM,
@@ -26,14 +28,17 @@ __all__ = [
     "Best",
     "SampleArgs",
     "Sampled",
+    "TokenScores",
     "best_in_shard",
     "finite_rows",
     "gumbel_noise",
+    "merge_scores",
     "merge_shards",
     "process_logits",
     "sample",
     "sample_tokens",
     "sampling_logprobs",
+    "scores_in_shard",
     "token_logprobs",
     "uniform_noise",
 ]

@@ -13,12 +13,13 @@ from the same logits. They may differ on whether top_p keeps the least likely of
 keeps, where the sum of probabilities meets top_p within float32 rounding: it has another order.
 """
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels.dispatch import Implementation, check, resolve
 from pallas_kernels.sample_tokens import reference
-from pallas_kernels.sample_tokens.args import Best, SampleArgs, Sampled
+from pallas_kernels.sample_tokens.args import Best, SampleArgs, Sampled, TokenScores
 
 
 def sample(
@@ -82,26 +83,28 @@ def best_in_shard(
     logits: Array,
     args: SampleArgs,
     vocab_start: int | Array,
+    history: Array | None = None,
     *,
+    penalties: bool = False,
     implementation: Implementation = "auto",
     interpret: bool | None = None,
 ) -> Best:
-    """The best token of a shard of the vocabulary, without filters and penalties.
+    """The best token of a shard of the vocabulary, without filters.
 
     Args:
       logits: float32 [S, V / shards].
-      args: as for `sample_tokens`; its ids are those of the whole vocabulary.
+      args: as for `sample_tokens`; its ids and those of `history` are of the whole vocabulary.
       vocab_start: id of the shard's first token.
 
     Returns:
       What `merge_shards` makes `sample`'s result of, 12 bytes a row.
     """
-    _check(logits, None, False)
+    _check(logits, history, penalties)
     pallas, interpret = resolve(implementation, interpret)
     if pallas:
-        return _pallas_best(logits, args, None, vocab_start, False, False, interpret)
+        return _pallas_best(logits, args, history, vocab_start, False, penalties, interpret)
     return reference.best_tokens(
-        logits, args, None, filters=False, penalties=False, vocab_start=vocab_start
+        logits, args, history, filters=False, penalties=penalties, vocab_start=vocab_start
     )
 
 
@@ -178,13 +181,61 @@ def token_logprobs(
       logprobs of the tokens float32 [E], the top_n most likely ids int32 [E, top_n], most likely
       first, and their logprobs float32 [E, top_n].
     """
+    scores = scores_in_shard(
+        logits,
+        tokens,
+        args,
+        0,
+        history,
+        rows=rows,
+        top_n=top_n,
+        penalties=penalties,
+        implementation=implementation,
+        interpret=interpret,
+    )
+    normaliser = scores.normaliser
+    return scores.chosen - normaliser, scores.ids, scores.top - normaliser[:, None]
+
+
+def scores_in_shard(
+    logits: Array,
+    tokens: Array,
+    args: SampleArgs,
+    vocab_start: int | Array,
+    history: Array | None = None,
+    *,
+    rows: Array | None = None,
+    top_n: int = 0,
+    penalties: bool = False,
+    implementation: Implementation = "auto",
+    interpret: bool | None = None,
+) -> TokenScores:
+    """What a shard of the vocabulary contributes to `token_logprobs`.
+
+    Args as there and as for `best_in_shard`.
+
+    Returns:
+      What `merge_scores` makes the result of `token_logprobs` of.
+    """
     _check(logits, history, penalties)
     pallas, interpret = resolve(implementation, interpret)
     if pallas and top_n == 0 and not penalties and tokens.shape[0]:
-        return _pallas_logprobs(logits, tokens, args, rows, interpret), *_no_ranking(len(tokens))
+        return _pallas_scores(logits, tokens, args, vocab_start, rows, interpret)
     if rows is not None:
         logits = logits[rows]
-    return reference.token_logprobs(logits, tokens, args, history, top_n=top_n, penalties=penalties)
+    return reference.token_scores(
+        logits, tokens, args, history, top_n=top_n, penalties=penalties, vocab_start=vocab_start
+    )
+
+
+def merge_scores(scores: TokenScores, top_n: int) -> tuple[Array, Array, Array]:
+    """From `scores_in_shard` of every shard, stacked in the order of their ids."""
+    normaliser = jax.nn.logsumexp(scores.normaliser, axis=0)
+    ids, top = (jnp.concatenate([*part], axis=1) for part in (scores.ids, scores.top))
+    if top_n:
+        top, place = jax.lax.top_k(top, top_n)
+        ids = jnp.take_along_axis(ids, place, axis=1)
+    return scores.chosen.max(0) - normaliser, ids, top - normaliser[:, None]
 
 
 def finite_rows(logits: Array) -> Array:
@@ -221,7 +272,7 @@ def _pallas_best(
     changes, penalised = pallas_triton.Changes.of(args), logits
     if penalties:
         changes = pallas_triton.Changes.none(logits.shape[0])
-        penalised = reference.penalised_logits(logits, args, history)
+        penalised = reference.penalised_logits(logits, args, history, vocab_start)
     best = pallas_triton.best_tokens(
         penalised,
         args,
@@ -235,25 +286,38 @@ def _pallas_best(
     return best
 
 
-def _pallas_logprobs(
-    logits: Array, tokens: Array, args: SampleArgs, rows: Array | None, interpret: bool
-) -> Array:
+def _pallas_scores(
+    logits: Array,
+    tokens: Array,
+    args: SampleArgs,
+    vocab_start: int | Array,
+    rows: Array | None,
+    interpret: bool,
+) -> TokenScores:
     from pallas_kernels.sample_tokens import pallas_triton
 
     rows = jnp.arange(len(tokens), dtype=jnp.int32) if rows is None else rows.astype(jnp.int32)
     raw = args.raw_logprobs != 0
     divisor = jnp.where(raw, 1, reference.divisor(args))
     args = args._replace(
-        bias_ids=jnp.where(raw[:, None], -1, args.bias_ids),
+        bias_ids=_local(jnp.where(raw[:, None], -1, args.bias_ids), vocab_start),
+        withheld_ids=_local(args.withheld_ids, vocab_start),
         min_length=jnp.where(raw, 0, args.min_length),
     )
+    tokens = _local(tokens, vocab_start)
+    inside = (tokens >= 0) & (tokens < logits.shape[1])
     normaliser = pallas_triton.log_normalisers(
         logits, rows, divisor, pallas_triton.Changes.of(args), interpret=interpret
     )
     ids, values = reference.sparse_changes(args)
     change = jnp.where(ids == tokens[:, None], values, 0).sum(-1)
-    return (logits[rows, tokens] + change) / divisor - normaliser
+    chosen = (logits[rows, jnp.where(inside, tokens, 0)] + change) / divisor
+    nothing = jnp.zeros((len(tokens), 0))
+    return TokenScores(
+        jnp.where(inside, chosen, -jnp.inf), normaliser, nothing.astype(jnp.int32), nothing
+    )
 
 
-def _no_ranking(n: int) -> tuple[Array, Array]:
-    return jnp.zeros((n, 0), jnp.int32), jnp.zeros((n, 0))
+def _local(ids: Array, vocab_start: int | Array) -> Array:
+    """Ids counted from the shard's first; -1 for those of the shards before it, and for padding."""
+    return jnp.maximum(ids - vocab_start, -1)

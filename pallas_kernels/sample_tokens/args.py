@@ -39,6 +39,18 @@ class Best(NamedTuple):
     )
 
 
+class TokenScores(NamedTuple):
+    """What the logprobs of E tokens derive from, of (a shard of) the vocabulary.
+
+    Scores are logits of which log-probabilities are the log_softmax.
+    """
+
+    chosen: Array  # float32 [E]; score of each token, -inf where another shard has it
+    normaliser: Array  # float32 [E]; log of the sum of exp(score)
+    ids: Array  # int32 [E, n]; of the highest scores, highest first; ids of the whole vocabulary
+    top: Array  # float32 [E, n]; these scores
+
+
 class Sampled(NamedTuple):
     """What was sampled. Rows that are skipped have token 0 and are not finite."""
 

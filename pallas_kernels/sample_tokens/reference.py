@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from pallas_kernels.sample_tokens.args import Best, SampleArgs
+from pallas_kernels.sample_tokens.args import Best, SampleArgs, TokenScores
 from pallas_kernels.sample_tokens.filters import filter_logits
 from pallas_kernels.sample_tokens.noise import gumbel_noise
 
@@ -24,16 +24,19 @@ def process_logits(
     """Bias, penalties, the min-length mask, temperature, then filters: float32 [S, V]."""
     logits = _add_sparse(logits, *sparse_changes(args), vocab_start)
     if penalties:
-        logits = _penalise(logits, args, history)
+        logits = _penalise(logits, args, history, vocab_start)
     logits = logits / divisor(args)[:, None]
     if filters:
         logits = filter_logits(logits, args.top_k, args.top_p, args.min_p)
     return logits
 
 
-def penalised_logits(logits: Array, args: SampleArgs, history: Array) -> Array:
+def penalised_logits(
+    logits: Array, args: SampleArgs, history: Array, vocab_start: int | Array = 0
+) -> Array:
     """The part of `process_logits` before temperature and filters."""
-    return _penalise(_add_sparse(logits, *sparse_changes(args), 0), args, history)
+    logits = _add_sparse(logits, *sparse_changes(args), vocab_start)
+    return _penalise(logits, args, history, vocab_start)
 
 
 def divisor(args: SampleArgs) -> Array:
@@ -79,7 +82,7 @@ def sampling_logprobs(
     return jnp.where(args.temperature[:, None] > 0, jax.nn.log_softmax(scores), one_hot)
 
 
-def token_logprobs(
+def token_scores(
     logits: Array,
     tokens: Array,
     args: SampleArgs,
@@ -87,15 +90,22 @@ def token_logprobs(
     *,
     top_n: int,
     penalties: bool,
-) -> tuple[Array, Array, Array]:
-    """Log-probabilities of `tokens` and of the top_n most likely ids, as the row's mode asks."""
-    processed = process_logits(logits, args, history, filters=False, penalties=penalties)
-    logp = jax.nn.log_softmax(jnp.where(args.raw_logprobs[:, None] != 0, logits, processed))
-    chosen = jnp.take_along_axis(logp, tokens[:, None], -1)[:, 0]
-    if top_n == 0:
-        return chosen, jnp.zeros((len(tokens), 0), jnp.int32), jnp.zeros((len(tokens), 0))
-    values, ids = lax.top_k(logp, top_n)
-    return chosen, ids.astype(jnp.int32), values
+    vocab_start: int | Array = 0,
+) -> TokenScores:
+    """What the log-probabilities of `tokens` and of the top_n most likely ids derive from."""
+    processed = process_logits(
+        logits, args, history, filters=False, penalties=penalties, vocab_start=vocab_start
+    )
+    scores = jnp.where(args.raw_logprobs[:, None] != 0, logits, processed)
+    local = tokens - vocab_start
+    inside = (local >= 0) & (local < logits.shape[-1])
+    chosen = jnp.take_along_axis(scores, jnp.where(inside, local, 0)[:, None], -1)[:, 0]
+    chosen = jnp.where(inside, chosen, -jnp.inf)
+    ids, top = jnp.zeros((len(tokens), 0), jnp.int32), jnp.zeros((len(tokens), 0))
+    if top_n:
+        top, ids = lax.top_k(scores, min(top_n, logits.shape[-1]))
+        ids = (ids + vocab_start).astype(jnp.int32)
+    return TokenScores(chosen, jax.nn.logsumexp(scores, axis=-1), ids, top)
 
 
 def finite_rows(logits: Array) -> Array:
@@ -122,13 +132,15 @@ def _add_sparse(logits: Array, ids: Array, values: Array, vocab_start: int | Arr
     return logits.at[_rows(ids), local].add(values, mode="drop")
 
 
-def _penalise(logits: Array, args: SampleArgs, history: Array) -> Array:
+def _penalise(logits: Array, args: SampleArgs, history: Array, vocab_start: int | Array) -> Array:
     """Repetition over the whole history, then frequency and presence over its output part."""
     place = jnp.arange(history.shape[-1])
     before = place < args.position[:, None]
     output = before & (place >= args.prompt_length[:, None])
-    seen = _count(history, before, logits) > 0
-    emitted = _count(history, output, logits)
+    local = history - vocab_start
+    before, output = before & (local >= 0), output & (local >= 0)
+    seen = _count(local, before, logits) > 0
+    emitted = _count(local, output, logits)
     repetition = args.repetition[:, None]
     repeated = jnp.where(logits > 0, logits / repetition, logits * repetition)
     logits = jnp.where(seen, repeated, logits)

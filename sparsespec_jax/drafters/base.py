@@ -37,10 +37,14 @@ class Drafter(Protocol):
 
     k: drafts in a cycle; 0 for plain decoding.
     max_recent: most positions from a draft's `recent_start` to its own.
+    state_axes: logical axes (see `parallel/sharding.py`) of every array of the state.
+
+    With tensor parallelism a drafter sees one shard of the model, and its part of the state.
     """
 
     k: int
     max_recent: int
+    state_axes: Any
 
     def init_state(self, rows: int) -> Any:
         """The drafter's part of the device state, for `rows` batch rows."""

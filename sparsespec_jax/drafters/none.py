@@ -10,6 +10,7 @@ from sparsespec_jax.drafters.base import Verified
 class NoDrafter:
     k = 0
     max_recent = 1
+    state_axes = None
 
     def init_state(self, rows: int) -> None:
         return None

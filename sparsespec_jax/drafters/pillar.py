@@ -37,6 +37,10 @@ class PillarState(NamedTuple):
 
 
 class PillarDrafter:
+    state_axes = PillarState(
+        selected=(None, None, "lists", None), count=(None,), recent_start=(None,)
+    )
+
     def __init__(
         self,
         model: ModelConfig,

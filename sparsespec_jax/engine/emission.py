@@ -15,12 +15,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import SampleArgs, sample, sampling_logprobs, token_logprobs
-from sparsespec_jax.config import Implementation, Verification
+from pallas_kernels import SampleArgs, sampling_logprobs
+from sparsespec_jax.config import Verification
 from sparsespec_jax.engine.plan import NON_FINITE, Plan, PlanLayout
 from sparsespec_jax.engine.state import DecodeState
-from sparsespec_jax.models import decoder
 from sparsespec_jax.models.parameters import Params
+from sparsespec_jax.parallel.vocabulary import Vocabulary
 from sparsespec_jax.sampling.processors import sample_args, sample_history
 from sparsespec_jax.sampling.verification import (
     RUNNING,
@@ -34,7 +34,8 @@ class Samples(NamedTuple):
     """The S queries that a step samples for: draft rows, verify queries, the last of each prefill.
 
     row: [S] int32 batch row. position: [S] int32 of the query, which samples the token behind it.
-    logits: [S, vocab] float32. token: [S] int32. finite: [S] bool, whether the logits are numbers.
+    logits: [S, vocab / shards] float32. token: [S] int32. finite: [S] bool, whether the logits are
+      numbers.
     """
 
     row: jax.Array
@@ -50,7 +51,7 @@ class Emission:
 
     layout: PlanLayout
     verification: Verification
-    implementation: Implementation
+    vocabulary: Vocabulary
 
     def sample(
         self, state: DecodeState, row: jax.Array, position: jax.Array, logits: jax.Array
@@ -58,13 +59,12 @@ class Emission:
         args = self._args(state, row, position)
         # The op skips rows with a negative position: padding has nothing to sample.
         skipped = args._replace(position=jnp.where(row == self.layout.trash_row, -1, args.position))
-        token, finite = sample(
+        token, finite = self.vocabulary.sample(
             logits,
             skipped,
             self._history(state, row),
             filters=self.layout.bucket.filters,
             penalties=self.layout.bucket.penalties,
-            implementation=self.implementation,
         )
         return Samples(row, position, logits, token, finite)
 
@@ -188,39 +188,39 @@ class Emission:
         """The draft distributions come from running the head again on the drafts' hidden states.
 
         Keeping k vocabulary rows instead would take 6 MB a request; the hidden states take 64 KB.
+        Whole distributions are needed: of several shards, each verifies some of the rows.
         """
-        n, queries, k = (
-            self.layout.bucket.verifies,
-            self.layout.n_queries,
-            self.layout.n_queries - 1,
-        )
-        first = state.length[verify_row]
+        n, queries = self.layout.bucket.verifies, self.layout.n_queries
+        shards = self.vocabulary.shards
+        own_row, own_drafts, own_count = shards.own_rows((verify_row, drafts, n_drafts))
+        first = state.length[own_row]
 
-        def distribution(logits: jax.Array, row: jax.Array, position: jax.Array) -> jax.Array:
-            return sampling_logprobs(
-                logits,
-                self._args(state, row, position),
+        def distribution(logits: jax.Array) -> jax.Array:
+            """Of the own rows' first positions, from logits [n, positions, vocab / shards]."""
+            positions = logits.shape[1]
+            row = jnp.repeat(own_row, positions)
+            position = first[:, None] - 1 + jnp.arange(positions)
+            logits = shards.exchange(logits)
+            logp = sampling_logprobs(
+                logits.reshape(len(row), -1),
+                self._args(state, row, position.ravel()),
                 self._history(state, row),
                 filters=self.layout.bucket.filters,
                 penalties=self.layout.bucket.penalties,
             )
+            return logp.reshape(logits.shape)
 
         window = slice(self.layout.bucket.drafts, self.layout.bucket.drafts + n * queries)
-        target = distribution(samples.logits[window], samples.row[window], samples.position[window])
-        hidden = state.draft_hidden[verify_row, :k].reshape(n * k, -1)
-        draft = distribution(
-            decoder.lm_logits(params, hidden),
-            jnp.repeat(verify_row, k),
-            (first[:, None] - 1 + jnp.arange(k)).ravel(),
-        )
-        return accept_rejection(
-            drafts,
-            n_drafts,
-            target.reshape(n, queries, -1),
-            draft.reshape(n, k, -1),
-            state.sampling.seed[verify_row],
+        hidden = state.draft_hidden[verify_row, : queries - 1]
+        accepted = accept_rejection(
+            own_drafts,
+            own_count,
+            distribution(samples.logits[window].reshape(n, queries, -1)),
+            distribution(self.vocabulary.logits(params, hidden)),
+            state.sampling.seed[own_row],
             first,
         )
+        return shards.all_rows(accepted, n)
 
     def _logprob_words(
         self, state: DecodeState, samples: Samples, at: jax.Array, tokens: jax.Array
@@ -230,7 +230,7 @@ class Emission:
             return []
         rows, which = tokens.shape[0], at.ravel()
         row = samples.row[which]
-        chosen, ids, values = token_logprobs(
+        chosen, ids, values = self.vocabulary.token_logprobs(
             samples.logits,
             tokens.ravel(),
             self._args(state, row, samples.position[which]),
@@ -238,7 +238,6 @@ class Emission:
             rows=which,
             top_n=self.layout.bucket.logprobs,
             penalties=self.layout.bucket.penalties,
-            implementation=self.implementation,
         )
         words = [_bits(chosen).reshape(rows, -1)]
         if self.layout.bucket.logprobs:

@@ -36,8 +36,9 @@ from sparsespec_jax.kv.offload import CHUNKS_PER_STEP, chunk_tokens
 from sparsespec_jax.kv.pool import host_chunks, pool_slots
 from sparsespec_jax.kv.space import KvSpace
 from sparsespec_jax.models.config import ModelConfig
-from sparsespec_jax.models.parameters import Params, check_params
-from sparsespec_jax.parallel.sharding import Placement
+from sparsespec_jax.models.parameters import Params
+from sparsespec_jax.parallel.model_shards import divisible, place_params
+from sparsespec_jax.parallel.sharding import Placement, placement_of
 from sparsespec_jax.sampling.params import SamplingParams, sample_seed, validate_for_model
 from sparsespec_jax.sampling.rows import pack_row
 from sparsespec_jax.sampling.verification import RUNNING
@@ -61,7 +62,6 @@ class Engine:
         speculation: SpeculationConfig = SpeculationConfig(),
         placement: Placement | None = None,
     ):
-        check_params(params, model)
         self.model = model
         self.config = config
         self.speculation = speculation
@@ -73,8 +73,9 @@ class Engine:
             )
         self.k = speculation.ks[0]
         self._adaptive = AdaptiveDrafting(speculation.ks) if len(speculation.ks) > 1 else None
-        placement = placement or Placement.single_device()
-        device = placement.mesh.devices.flat[0]
+        placement = placement_of(config, placement)
+        device = placement.mesh.local_devices[0]
+        kv_model = divisible(model, placement.shards)
         chunk, chunk_rows = PREFILL["cpu" if device.platform == "cpu" else "gpu"]
         self._buckets = Buckets(
             max_batch=config.max_batch,
@@ -90,9 +91,11 @@ class Engine:
         )
         self._verifier = HostVerifier(self._buckets, speculation.verification)
         dtype = params["embedding"].dtype
-        slots = pool_slots(model, config, self._buckets.width, dtype, device)
-        chunk = chunk_tokens(model.kv_bytes_per_token(dtype))
-        chunks = host_chunks(model, config, self._buckets.width, dtype, slots, chunk)
+        # Weights first: the pool takes a share of what they leave.
+        params = place_params(params, model, placement)
+        slots = pool_slots(kv_model, config, self._buckets.width, dtype, placement)
+        chunk = chunk_tokens(kv_model.kv_bytes_per_token(dtype) // placement.shards)
+        chunks = host_chunks(kv_model, config, self._buckets.width, dtype, slots, chunk, placement)
         self._executor = Executor(
             model, params, config, speculation, self._buckets, slots, placement, chunk, chunks
         )

@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,13 +18,15 @@ from sparsespec_jax.config import EngineConfig, SpeculationConfig
 from sparsespec_jax.drafters import make_drafter
 from sparsespec_jax.engine.buckets import Buckets
 from sparsespec_jax.engine.plan import Bucket
-from sparsespec_jax.engine.state import DecodeState, initial_state
+from sparsespec_jax.engine.state import DecodeState, initial_state, state_shardings
 from sparsespec_jax.engine.step import Step
 from sparsespec_jax.kv.offload import KvOffload
 from sparsespec_jax.kv.pool import Pools, make_pools
 from sparsespec_jax.kv.space import Move
 from sparsespec_jax.models.config import ModelConfig
 from sparsespec_jax.models.parameters import Params
+from sparsespec_jax.parallel.collectives import Shards
+from sparsespec_jax.parallel.model_shards import divisible, shard_of
 from sparsespec_jax.parallel.sharding import Placement
 
 logger = logging.getLogger(__name__)
@@ -56,8 +59,13 @@ class Executor:
         kv_chunk: int = 1,
         host_chunks: int = 0,
     ):
-        """`kv_chunk`: tokens of the chunks that `move` takes; `host_chunks`: most that leave."""
-        self._model = model
+        """`params`: in their places (`place_params`). `kv_chunk`: tokens of the chunks that `move`
+        takes; `host_chunks`: most that leave.
+        """
+        self._shards = Shards(placement.shards, placement.axis)
+        self._kv_model = divisible(model, placement.shards)
+        part = shard_of(self._kv_model, placement.shards)
+        self._model = dataclasses.replace(part, vocab_size=model.vocab_size)
         self._params = params
         self._config = config
         self._speculation = speculation
@@ -66,7 +74,8 @@ class Executor:
         self._placement = placement
         self._host_chunks = host_chunks
         self._offload = KvOffload(placement, kv_chunk)
-        self._drafter = make_drafter(model, speculation, buckets.width, config.implementation)
+        self._drafter = make_drafter(self._model, speculation, buckets.width, config.implementation)
+        self._state_shardings = state_shardings(placement, self._drafter)
         self._compiled: dict[Bucket, jax.stages.Compiled] = {}
         self.stats = DispatchStats()
         self.reset()
@@ -84,8 +93,20 @@ class Executor:
         """Start over with an empty pool and no rows."""
         self._offload.close()
         self._pools = self._state = None  # free the old ones first
-        self._pools = make_pools(self._model, self._slots, self.dtype, self._placement)
-        self._state = jax.jit(self._initial_state, out_shardings=self._placement.replicated)()
+        self._pools = make_pools(self._kv_model, self._slots, self.dtype, self._placement)
+        self._state = self._on_shards(self._initial_state, (), self._state_shardings)()
+
+    def _on_shards(
+        self, function: Callable, in_shardings: Any, out_shardings: Any, **options: Any
+    ) -> jax.stages.Wrapped:
+        """`function`, jitted with `options`; it sees one shard's part of everything."""
+        mesh = self._placement.mesh
+        if mesh.size > 1:
+            specs = jax.tree.map(lambda leaf: leaf.spec, (in_shardings, out_shardings))
+            function = jax.shard_map(
+                function, mesh=mesh, in_specs=specs[0], out_specs=specs[1], check_vma=False
+            )
+        return jax.jit(function, out_shardings=out_shardings, **options)
 
     def _initial_state(self) -> DecodeState:
         rows, k = self._config.max_batch + 1, self._drafter.k
@@ -136,14 +157,16 @@ class Executor:
             layout,
             self._speculation.verification,
             self._config.implementation,
+            self._shards,
         )
         replicated = self._placement.replicated
         arguments = self._params, self._pools, self._state
         arguments = jax.tree.map(_abstract, arguments)
         packed = jax.ShapeDtypeStruct((layout.size,), jnp.int32, sharding=replicated)
-        shardings = jax.tree.map(lambda leaf: leaf.sharding, arguments[1:])
-        jitted = jax.jit(step, donate_argnums=(1, 2), out_shardings=(*shardings, replicated))
-        return jitted.trace(*arguments, packed).lower(**kwargs)
+        arguments = (*arguments, packed)
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, arguments)
+        jitted = self._on_shards(step, shardings, shardings[1:], donate_argnums=(1, 2))
+        return jitted.trace(*arguments).lower(**kwargs)
 
     def warmup(self, buckets: list[Bucket], progress: Callable | None = None) -> None:
         """Compile `buckets` ahead of use, several at a time, and what moves KV."""

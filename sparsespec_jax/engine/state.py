@@ -11,7 +11,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from sparsespec_jax.drafters.base import Drafter
 from sparsespec_jax.engine.plan import Plan
+from sparsespec_jax.parallel.sharding import Placement
 from sparsespec_jax.sampling.rows import RowSampling, scatter, unpack_rows
 
 
@@ -52,6 +54,17 @@ def initial_state(
         drafter=drafter,
         draft_hidden=draft_hidden,
     )
+
+
+def state_shardings(placement: Placement, drafter: Drafter) -> DecodeState:
+    """Shardings of all arrays, or one for all of a field's: all but the drafter's is replicated."""
+    shardings = dict.fromkeys(DecodeState._fields, placement.replicated)
+    drafter_shardings = jax.tree.map(
+        lambda axes: placement.of(*axes),
+        drafter.state_axes,
+        is_leaf=lambda leaf: type(leaf) is tuple,
+    )
+    return DecodeState(**shardings | {"drafter": drafter_shardings})
 
 
 def apply_commits(state: DecodeState, plan: Plan) -> DecodeState:

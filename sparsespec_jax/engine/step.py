@@ -2,12 +2,14 @@
 
 Every layer appends this step's keys and values to the pool and then attends to the pool, in that
 order: XLA keeps a donated pool in place only if it is written before it is read.
+
+With tensor parallelism the whole step runs inside one `shard_map`: what it sees is a shard's part
+of the model, and `shards` is all that knows of the others.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import NamedTuple
 
 import jax
@@ -31,6 +33,8 @@ from sparsespec_jax.models import decoder
 from sparsespec_jax.models.config import ModelConfig
 from sparsespec_jax.models.parameters import Params
 from sparsespec_jax.models.rope import rope_tables
+from sparsespec_jax.parallel.collectives import Shards
+from sparsespec_jax.parallel.vocabulary import Vocabulary
 
 
 class Queries(NamedTuple):
@@ -46,13 +50,17 @@ class Queries(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """The step function of one bucket; `__call__` is what gets compiled."""
+    """The step function of one bucket; `__call__` is what gets compiled.
+
+    model: of one shard, but for the vocabulary, which is the whole one.
+    """
 
     model: ModelConfig
     drafter: Drafter
     layout: PlanLayout
     verification: Verification
     implementation: Implementation
+    shards: Shards = Shards()
 
     def __call__(
         self, params: Params, pools: Pools, state: DecodeState, packed: jax.Array
@@ -67,8 +75,8 @@ class Step:
 
         row, position, picked = self._sample_rows(plan, queries)
         hidden = decoder.final_norm(params, hidden[picked], self.model)
-        logits = decoder.lm_logits(params, hidden)
-        emission = Emission(self.layout, self.verification, self.implementation)
+        logits = self._vocabulary.logits(params, hidden)
+        emission = Emission(self.layout, self.verification, self._vocabulary)
         samples = emission.sample(state, row, position, logits)
 
         state = self._record_drafts(state, plan, queries, hidden, samples.token)
@@ -81,6 +89,10 @@ class Step:
             verified = self._verified(plan, queries, old_length, length, scores, accepted)
             state = state._replace(drafter=self.drafter.update(state.drafter, verified))
         return pools, state, result
+
+    @property
+    def _vocabulary(self) -> Vocabulary:
+        return Vocabulary(self.model.vocab_size, self.shards, self.implementation)
 
     def _queries(self, state: DecodeState, plan: Plan) -> Queries:
         """Where each token of the step sits; the tokens themselves are in the history already."""
@@ -136,16 +148,13 @@ class Step:
         if not (bucket.verifies or bucket.chunks):
             score_queries = 0
 
-        x = decoder.embed(params, queries.token)
+        x = self._vocabulary.embed(params, queries.token)
         cos, sin = rope_tables(queries.position, model.rope, model.head_dim)
-        norm = functools.partial(
-            add_norm, eps=model.rms_norm_eps, implementation=self.implementation
-        )
         delta, new_pools, scores = None, [], None
         for index, (layer, (k_pool, v_pool)) in enumerate(
             zip(params["layers"], pools, strict=True)
         ):
-            x, normed = norm(x, delta, layer["attention_norm"])
+            x, normed = self._add_norm(x, delta, layer["attention_norm"])
             q, k_pool, v_pool = append_kv(
                 k_pool,
                 v_pool,
@@ -179,9 +188,27 @@ class Step:
             delta = decoder.attention_output(
                 layer, attended, model, implementation=self.implementation
             )
-            x, normed = norm(x, delta, layer["mlp_norm"])
+            x, normed = self._add_norm(x, delta, layer["mlp_norm"])
             delta = decoder.mlp(layer, normed, implementation=self.implementation)
-        return decoder.add(x, delta), tuple(new_pools), scores
+        return decoder.add(x, self._of_all_shards(delta)), tuple(new_pools), scores
+
+    def _add_norm(
+        self, x: jax.Array, delta: jax.Array | None, scale: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """The residual stream with a branch's output, and its norm for the next branch."""
+        return add_norm(
+            x,
+            None if delta is None else self._of_all_shards(delta),
+            scale,
+            eps=self.model.rms_norm_eps,
+            implementation=self.implementation,
+        )
+
+    def _of_all_shards(self, delta: jax.Array) -> jax.Array:
+        """A branch's output, still in parts [S, T, hidden] where there is one shard."""
+        if self.shards.size == 1:
+            return delta
+        return self.shards.all_reduce(decoder.sum_parts(delta))
 
     def _sample_rows(self, plan: Plan, queries: Queries) -> tuple[jax.Array, jax.Array, jax.Array]:
         """The S queries that need logits: drafts, verify queries, the last token of each chunk.

@@ -40,7 +40,7 @@ class KvOffload:
     def __init__(self, placement: Placement, chunk: int):
         self._chunk = chunk
         self._on_device = placement.of(None, None, None, "kv_heads", None)
-        device = placement.mesh.devices.flat[0]
+        device = placement.mesh.local_devices[0]
         self._on_cpu = device.platform == "cpu"
         kinds = {memory.kind for memory in device.addressable_memories()}
         kind = "pinned_host" if "pinned_host" in kinds else device.default_memory().kind
@@ -49,8 +49,9 @@ class KvOffload:
         self._threads: ThreadPoolExecutor | None = None
         self._in_flight = threading.BoundedSemaphore(_IN_FLIGHT)
         self._pack = jax.jit(_pack, out_shardings=self._on_device)
-        self._unpack = jax.jit(_unpack, donate_argnums=0)
-        self._map = jax.jit(_map, donate_argnums=0)
+        pools = placement.of(None, "kv_heads", None)
+        self._unpack = jax.jit(_unpack, donate_argnums=0, out_shardings=pools)
+        self._map = jax.jit(_map, donate_argnums=0, out_shardings=placement.replicated)
 
     def warmup(self, pools: Pools, table: jax.Array, chunks: int) -> tuple[Pools, jax.Array]:
         """Compile what moves, and allocate host memory for up to `chunks`. Donates as `move`."""

@@ -35,15 +35,16 @@ def make_pools(model: ModelConfig, slots: int, dtype: jnp.dtype, placement: Plac
 
 
 def pool_slots(
-    model: ModelConfig, config: EngineConfig, width: int, dtype: jnp.dtype, device: jax.Device
+    model: ModelConfig, config: EngineConfig, width: int, dtype: jnp.dtype, placement: Placement
 ) -> int:
-    """Slots of the pool, the trash slot included, for `config.kv_cache_memory`.
+    """Slots of the pool, the trash slot included, for `config.kv_cache_memory` of every device.
 
     No more than `max_batch` requests of `width` tokens can use. Raises ValueError if not even two
     tokens fit.
     """
-    token_bytes = model.kv_bytes_per_token(dtype)
-    memory = _pool_bytes(config.kv_cache_memory, device)
+    token_bytes = model.kv_bytes_per_token(dtype) // placement.shards
+    devices = placement.mesh.local_devices
+    memory = min(_pool_bytes(config.kv_cache_memory, device) for device in devices)
     useful = config.max_batch * width + 1
     slots = min(memory // token_bytes, useful)
     if slots < 3:
@@ -51,12 +52,18 @@ def pool_slots(
             f"kv_cache_memory={config.kv_cache_memory!r} gives {memory} bytes, but a token's KV "
             f"takes {token_bytes}"
         )
-    logger.info("KV pool: %d slots, %.2f GiB", slots, slots * token_bytes / 2**30)
+    logger.info("KV pool: %d slots, %.2f GiB a device", slots, slots * token_bytes / 2**30)
     return slots
 
 
 def host_chunks(
-    model: ModelConfig, config: EngineConfig, width: int, dtype: jnp.dtype, slots: int, chunk: int
+    model: ModelConfig,
+    config: EngineConfig,
+    width: int,
+    dtype: jnp.dtype,
+    slots: int,
+    chunk: int,
+    placement: Placement,
 ) -> int:
     """Chunks of `chunk` tokens that host memory may hold, for `config.max_host_kv_bytes`.
 
@@ -66,7 +73,8 @@ def host_chunks(
     beside = config.max_batch * width - (slots - 1)
     if config.kv_policy == "recompute" or beside <= 0:
         return 0
-    chunk_bytes = chunk * model.kv_bytes_per_token(dtype)
+    token_bytes = model.kv_bytes_per_token(dtype) // placement.shards  # of each device
+    chunk_bytes = chunk * token_bytes * len(placement.mesh.local_devices)
     most = config.max_host_kv_bytes
     if most is None:
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

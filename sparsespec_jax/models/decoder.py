@@ -32,6 +32,13 @@ def embed(params: Params, tokens: jax.Array) -> jax.Array:
     return params["embedding"][tokens]
 
 
+def embed_part(params: Params, tokens: jax.Array, vocab_start: jax.Array) -> jax.Array:
+    """`embed` with a shard of the vocabulary, whose first id is `vocab_start`; 0 for other ids."""
+    local = tokens - vocab_start
+    inside = (local >= 0) & (local < len(params["embedding"]))
+    return jnp.where(inside[..., None], params["embedding"][jnp.where(inside, local, 0)], 0)
+
+
 def project_qkv(
     layer: Params, normed: jax.Array, *, implementation: Implementation = "xla"
 ) -> jax.Array:
@@ -78,6 +85,13 @@ def mlp(layer: Params, normed: jax.Array, *, implementation: Implementation = "x
     gate_up = matmul(normed, layer["gate_up"], implementation=implementation)
     activated = jax.nn.silu(gate_up[..., 0, :]) * gate_up[..., 1, :]
     return matmul_parts(activated, layer["down"], implementation=implementation)
+
+
+def sum_parts(parts: jax.Array) -> jax.Array:
+    """Parts [S, ...] as one array, rounded once."""
+    if len(parts) == 1:
+        return parts[0]
+    return parts.astype(jnp.float32).sum(0).astype(parts.dtype)
 
 
 def final_norm(params: Params, x: jax.Array, config: ModelConfig) -> jax.Array:

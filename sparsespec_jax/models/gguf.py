@@ -65,7 +65,8 @@ class GGUFCheckpoint:
         plain = len(kinds) == 1 and _PLAIN_DTYPES.get(kinds.pop())
         self.dtype = plain or "bfloat16"
 
-    def read(self, tensor: str) -> np.ndarray:
+    def read(self, tensor: str, window: tuple[slice, ...] = ()) -> np.ndarray:
+        """A tensor, or the part of it in `window`."""
         from gguf import dequantize
 
         entry = self._tensors[tensor]
@@ -79,8 +80,8 @@ class GGUFCheckpoint:
         heads = {"q_proj": self.config.num_heads, "k_proj": self.config.num_kv_heads}
         projection = tensor.split(".")[-2]
         if self._interleaved and projection in heads:
-            return _rotate_half_layout(array, heads[projection])
-        return array
+            array = _rotate_half_layout(array, heads[projection])
+        return array[window]
 
 
 def open_gguf(path: Path) -> Any:

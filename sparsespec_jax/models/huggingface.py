@@ -50,8 +50,10 @@ class HFCheckpoint:
         stored = next((_DTYPES[dtype] for dtype in dtypes.values()), None)
         self.dtype = self._declared or stored
 
-    def read(self, tensor: str) -> np.ndarray:
-        return self._files[tensor].get_tensor(tensor)
+    def read(self, tensor: str, window: tuple[slice, ...] = ()) -> np.ndarray:
+        """A tensor, or the part of it in `window`, which is all that is read then."""
+        file = self._files[tensor]
+        return file.get_slice(tensor)[window] if window else file.get_tensor(tensor)
 
     def _file_names(self) -> list[str]:
         if (self.path / _INDEX).exists():

@@ -1,7 +1,8 @@
 """Loading a model, wherever it is: Hugging Face directory or hub id, Orbax checkpoint, GGUF file.
 
 Weights are read one tensor at a time, assembled on the host one parameter at a time and sent
-straight to their devices; a few parameters are under way at once.
+straight to their devices; a few parameters are under way at once. Of a model that is split over
+devices, each device's part is read and assembled on its own, as the smaller model that it is.
 """
 
 from __future__ import annotations
@@ -23,25 +24,28 @@ from sparsespec_jax.models.config import ModelConfig
 from sparsespec_jax.models.gguf import GGUFCheckpoint
 from sparsespec_jax.models.huggingface import HFCheckpoint
 from sparsespec_jax.models.orbax import OrbaxCheckpoint, is_orbax
-from sparsespec_jax.models.parameters import Params, ParamSpec
+from sparsespec_jax.models.parameters import Params
 from sparsespec_jax.models.weights import (
     Parameter,
     check_tensors,
     join,
     parameters,
+    part_of,
     unflatten,
     zero_tensors,
 )
+from sparsespec_jax.parallel.model_shards import divisible, place_params, shard_of
+from sparsespec_jax.parallel.sharding import Placement
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Checkpoint = HFCheckpoint | GGUFCheckpoint | OrbaxCheckpoint
-Placement = Callable[[ParamSpec], jax.sharding.Sharding]
 
 
 @dataclasses.dataclass(frozen=True)
 class LoadedModel:
     """A model's parameters, and what its checkpoint says about using them.
 
+    `params` are those of the model that is split over the devices asked for, see `place_params`.
     `generation_defaults` holds the sampling parameters of generation_config.json, by the names used
     there; empty if it does not ask for sampling. `path` is where the files are on this machine.
     """
@@ -56,18 +60,20 @@ def load_model(
     source: str | Path,
     *,
     dtype: Dtype = "auto",
-    sharding: Placement | None = None,
+    placement: Placement | None = None,
     progress: bool = True,
 ) -> LoadedModel:
     """Load the model at `source`: a path, or a hub id such as "Qwen/Qwen3-8B".
 
     dtype: "auto" keeps the checkpoint's (bfloat16 for a quantised GGUF file).
-    sharding: where each parameter goes; by default, the default device.
+    placement: the devices that share the model; by default, the default device.
+
+    Raises ValueError for a checkpoint that does not fit, or does not divide among the devices.
     """
     checkpoint = open_checkpoint(source)
     checkpoint.open()
     params = read_params(
-        checkpoint, resolve_dtype(dtype, checkpoint), sharding=sharding, progress=progress
+        checkpoint, resolve_dtype(dtype, checkpoint), placement=placement, progress=progress
     )
     return LoadedModel(
         checkpoint.config,
@@ -108,34 +114,49 @@ def read_params(
     checkpoint: Checkpoint,
     dtype: np.dtype,
     *,
-    sharding: Placement | None = None,
+    placement: Placement | None = None,
     progress: bool = True,
 ) -> Params:
     """The parameters of an opened checkpoint, on their devices."""
+    placement = placement or Placement.single_device()
+    config, shards = checkpoint.config, placement.shards
+    split = divisible(config, shards)
     if isinstance(checkpoint, OrbaxCheckpoint):
-        return checkpoint.restore(dtype, sharding)
-    config = checkpoint.config
+        return place_params(checkpoint.restore(dtype, placement), config, placement)
     check_tensors(checkpoint.shapes, config, str(checkpoint.path))
     for name in zero_tensors(config):
         if name in checkpoint.shapes and checkpoint.read(name).any():
             raise ValueError(f"{name} is not zero: this decoder's output projection has no bias")
 
-    def assemble(parameter: Parameter) -> np.ndarray:
-        tensors = [checkpoint.read(name) for name in parameter.tensors]
-        return join(parameter, [tensor.astype(dtype) for tensor in tensors], config)
+    part = shard_of(split, shards)
 
-    todo, leaves = parameters(config), []
+    def assemble(pair: tuple[Parameter, Parameter]) -> dict[int, np.ndarray]:
+        """The parts of a parameter that devices of this process hold, by shard."""
+        whole, own = pair
+        found = {}
+        for shard in (0,) if own.spec == whole.spec else placement.local_shards:
+            tensors = []
+            for name, shape in own.tensors.items():
+                window = part_of(whole, own, name, shard, shards) if shards > 1 else ()
+                tensor = checkpoint.read(name, window).astype(dtype)
+                missing = shape[0] - len(tensor)
+                padding = [(0, missing), *[(0, 0)] * (tensor.ndim - 1)]
+                tensors.append(np.pad(tensor, padding) if missing else tensor)
+            found[shard] = join(own, tensors, part)
+        return found
+
+    todo = list(zip(parameters(config), parameters(part), strict=True))
+    specs, leaves = [parameter.spec for parameter in parameters(split)], []
     with tqdm(
-        total=sum(int(np.prod(p.spec.shape)) for p in todo) * dtype.itemsize,
+        total=sum(int(np.prod(spec.shape)) for spec in specs) * dtype.itemsize,
         desc="loading",
         unit="B",
         unit_scale=True,
         disable=not progress,
     ) as bar:
-        for parameter, array in zip(todo, _ahead(assemble, todo), strict=True):
-            place = None if sharding is None else sharding(parameter.spec)
-            leaves.append(jax.device_put(array, place))
-            bar.update(array.nbytes)
+        for spec, parts in zip(specs, _ahead(assemble, todo), strict=True):
+            leaves.append(placement.assemble(spec, parts))
+            bar.update(leaves[-1].nbytes)
         return jax.block_until_ready(unflatten(config, leaves))
 
 

@@ -5,7 +5,6 @@ Parameters are restored straight into their shardings, in the dtype asked for.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from sparsespec_jax.models.config import ModelConfig
 from sparsespec_jax.models.hub import read_json
 from sparsespec_jax.models.huggingface import write_configs
 from sparsespec_jax.models.parameters import Params, ParamSpec, check_params, describe, map_specs
+from sparsespec_jax.parallel.sharding import Placement
 
 
 def is_orbax(path: Path) -> bool:
@@ -36,18 +36,17 @@ class OrbaxCheckpoint:
     def open(self) -> None:
         """Nothing to do: Orbax finds its own files."""
 
-    def restore(
-        self,
-        dtype: np.dtype,
-        sharding: Callable[[ParamSpec], jax.sharding.Sharding] | None = None,
-    ) -> Params:
+    def restore(self, dtype: np.dtype, placement: Placement) -> Params:
+        """The parameters in their places, but for those that do not divide: on every device."""
         import orbax.checkpoint as ocp
 
-        default = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-
         def target(spec: ParamSpec) -> jax.ShapeDtypeStruct:
-            place = default if sharding is None else sharding(spec)
-            return jax.ShapeDtypeStruct(spec.shape, dtype, sharding=place)
+            sharding = placement.of_param(spec)
+            try:
+                sharding.shard_shape(spec.shape)
+            except ValueError:
+                sharding = placement.replicated
+            return jax.ShapeDtypeStruct(spec.shape, dtype, sharding=sharding)
 
         with ocp.StandardCheckpointer() as checkpointer:
             path = (self.path / "params").absolute()

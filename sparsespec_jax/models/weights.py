@@ -58,6 +58,24 @@ def parameters(config: ModelConfig) -> list[Parameter]:
     return result
 
 
+def part_of(
+    whole: Parameter, own: Parameter, tensor: str, shard: int, shards: int
+) -> tuple[slice, ...]:
+    """Which part of a tensor shard number `shard` of a model is made of.
+
+    `whole` and `own` are the parameter of the model and of its shard (`parallel/model_shards.py`).
+    The part is smaller than the shard's tensor where the vocabulary ends before it.
+    """
+    window = []
+    for size, length in zip(whole.tensors[tensor], own.tensors[tensor], strict=True):
+        if "vocab" in whole.spec.axes:
+            start = 0 if size == length else min(shard * length, size)
+        else:  # of a KV head that several shards have, each takes the whole
+            start = shard * size // shards // length * length
+        window.append(slice(start, min(start + length, size)))
+    return tuple(window)
+
+
 def unflatten(config: ModelConfig, leaves: Sequence[Any]) -> Params:
     """The parameter tree with `leaves` in the order of `parameters`."""
     return jax.tree.unflatten(jax.tree.structure(describe(config), is_leaf=_is_spec), leaves)

@@ -21,6 +21,7 @@ _BAD = {
         "verification": (["greedy", None], "coupled, rejection"),
     },
     EngineConfig: {
+        "tensor_parallel_size": ([0, -1, 2.0, None, True, "2"], "an integer at least 1"),
         "max_batch": ([0, -1, 4097, 1.0, None, True], "an integer from 1 to 4096"),
         "max_context": ([0, 1, -5, 100.0, "8k", True], "an integer at least 2"),
         "kv_cache_memory": (

@@ -12,6 +12,7 @@ from sparsespec_jax.models.architectures import config_from_hf
 from sparsespec_jax.models.huggingface import save_hf
 from sparsespec_jax.models.loading import load_config, load_model
 from sparsespec_jax.models.parameters import check_params
+from sparsespec_jax.parallel.sharding import Placement
 from tests.sparsespec_jax.models.tiny_models import CASES, tensors, write_checkpoint
 
 
@@ -154,13 +155,8 @@ def test_unknown_dtype(tmp_path):
 
 
 def test_parameters_land_in_their_shardings(tmp_path):
-    mesh = jax.make_mesh((1,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
-
-    def place(spec):
-        axes = ["model" if axis == "kv_heads" else None for axis in spec.axes]
-        return jax.NamedSharding(mesh, jax.P(*axes))
-
-    params = _load(write_checkpoint(tmp_path, CASES["llama"]), sharding=place).params
+    placement = Placement(jax.make_mesh((1,), ("model",)), axis="model")
+    params = _load(write_checkpoint(tmp_path, CASES["llama"]), placement=placement).params
     assert params["layers"][0]["qkv"].sharding.spec == jax.P(None, "model", None, None)
     assert params["final_norm"].sharding.spec == jax.P(None)
 

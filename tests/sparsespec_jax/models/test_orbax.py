@@ -5,6 +5,7 @@ import pytest
 
 from sparsespec_jax.models.loading import load_config, load_model
 from sparsespec_jax.models.orbax import save_orbax
+from sparsespec_jax.parallel.sharding import Placement
 from tests.sparsespec_jax.models.tiny_models import CASES, write_checkpoint
 
 
@@ -36,14 +37,8 @@ def test_bfloat16_is_kept_and_cast(model, tmp_path):
 
 def test_restored_into_shardings(model, tmp_path):
     save_orbax(model.params, model.config, tmp_path / "orbax")
-    mesh = jax.make_mesh((1,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
-
-    def place(spec):
-        return jax.NamedSharding(
-            mesh, jax.P(*["model" if axis == "mlp" else None for axis in spec.axes])
-        )
-
-    params = load_model(tmp_path / "orbax", sharding=place).params
+    placement = Placement(jax.make_mesh((1,), ("model",)), axis="model")
+    params = load_model(tmp_path / "orbax", placement=placement).params
     assert params["layers"][1]["gate_up"].sharding.spec == jax.P(None, None, "model")
     jax.tree.map(np.testing.assert_array_equal, params, model.params)
 
