@@ -11,7 +11,7 @@ from sparsespec_jax.sampling.params import SamplingParams
 def run(engine: Engine, requests: list[tuple[np.ndarray, SamplingParams]]) -> list[dict]:
     """Tokens, logprobs, top ids, finish reason and stats of each request, run all at once."""
     events = queue.SimpleQueue()
-    with engine._wake:  # the engine takes all of them before its next step, or none
+    with engine._intake.wake:  # the engine takes all of them before its next step, or none
         submitted = [engine.submit(prompt, params, events.put) for prompt, params in requests]
     found = {
         request.request_id: dict(tokens=[], logprobs=[], top=[], reason=None, stats=request.stats)

@@ -26,6 +26,7 @@ from sparsespec_jax.engine.buckets import Buckets
 from sparsespec_jax.engine.events import TokenEvent, token_event
 from sparsespec_jax.engine.executor import Executor
 from sparsespec_jax.engine.host_verification import HostVerifier, Verdict
+from sparsespec_jax.engine.intake import Intake
 from sparsespec_jax.engine.limits import Limits
 from sparsespec_jax.engine.plan import StepResult
 from sparsespec_jax.engine.request import Request
@@ -38,6 +39,7 @@ from sparsespec_jax.kv.space import KvSpace
 from sparsespec_jax.models.config import ModelConfig
 from sparsespec_jax.models.parameters import Params
 from sparsespec_jax.parallel.model_shards import divisible, place_params
+from sparsespec_jax.parallel.processes import Orders, Processes
 from sparsespec_jax.parallel.sharding import Placement, placement_of
 from sparsespec_jax.sampling.params import SamplingParams, sample_seed, validate_for_model
 from sparsespec_jax.sampling.rows import pack_row
@@ -74,6 +76,7 @@ class Engine:
         self.k = speculation.ks[0]
         self._adaptive = AdaptiveDrafting(speculation.ks) if len(speculation.ks) > 1 else None
         placement = placement_of(config, placement)
+        self._processes = Processes(placement.mesh)
         device = placement.mesh.local_devices[0]
         kv_model = divisible(model, placement.shards)
         chunk, chunk_rows = PREFILL["cpu" if device.platform == "cpu" else "gpu"]
@@ -94,8 +97,10 @@ class Engine:
         # Weights first: the pool takes a share of what they leave.
         params = place_params(params, model, placement)
         slots = pool_slots(kv_model, config, self._buckets.width, dtype, placement)
+        slots = self._processes.smallest("slots", slots)
         chunk = chunk_tokens(kv_model.kv_bytes_per_token(dtype) // placement.shards)
         chunks = host_chunks(kv_model, config, self._buckets.width, dtype, slots, chunk, placement)
+        chunks = self._processes.smallest("host_chunks", chunks)
         self._executor = Executor(
             model, params, config, speculation, self._buckets, slots, placement, chunk, chunks
         )
@@ -103,14 +108,13 @@ class Engine:
         self._limits = Limits(model.vocab_size, self.max_context, slots - 1, self.k)
         self._reset_host()
 
-        self._entropy = secrets.randbits(64) if config.seed is None else config.seed
+        entropy = secrets.randbits(64) if config.seed is None else config.seed
+        self._entropy = self._processes.of_leader("entropy", entropy)
         self._unseeded = itertools.count()
         self._counters = StepCounters()
         self._last_read: tuple[float | None, int] = None, 0
-        self._wake = threading.Condition()
-        self._inbox: deque[Request] = deque()
-        self._cancelled: set[int] = set()
-        self._closed = False
+        self._intake = Intake(self._processes)
+        self._failed = False
         self._thread: threading.Thread | None = None
 
     def _reset_host(self) -> None:
@@ -119,7 +123,7 @@ class Engine:
         self._kv_stats = kv.stats
         self._scheduler = Scheduler(self._buckets, kv, self.config.phases)
         self._in_flight: deque[tuple[PlannedStep, jax.Array, Future[Verdict] | None]] = deque()
-        self._by_id: dict[int, Request] = {}
+        self._live: dict[int, Request] = {}  # by number
 
     # What callers use.
 
@@ -154,28 +158,21 @@ class Engine:
         max_length = self._limits.max_length(len(prompt), params)
         expected = self._limits.expected_length(len(prompt), expected_tokens)
         request = Request(request_id, prompt, params, sampling, max_length, sink, expected)
-        with self._wake:
-            if self._closed:
-                raise RuntimeError("the engine is closed")
-            self._inbox.append(request)
+        with self._intake.wake:
+            self._intake.submit(request)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
                 self._thread.start()
                 atexit.register(self.close)  # a thread inside XLA at exit aborts the process
-            self._wake.notify()
         return request
 
     def cancel(self, request: Request) -> None:
         """End a request early; its last event says `cancelled`, unless it has just ended."""
-        with self._wake:
-            self._cancelled.add(request.request_id)
-            self._wake.notify()
+        self._intake.cancel(request)
 
     def close(self) -> None:
         """Cancel everything, stop the thread and free the device's memory. Idempotent."""
-        with self._wake:
-            self._closed = True
-            self._wake.notify()
+        self._intake.close()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
         self._verifier.close()
@@ -192,7 +189,7 @@ class Engine:
     def stats(self) -> EngineStats:
         return EngineStats(
             running=self._scheduler.running,
-            waiting=self._scheduler.waiting + len(self._inbox),
+            waiting=self._scheduler.waiting + len(self._intake),
             parked=self._scheduler.parked,
             slots=self._space.capacity,
             slots_used=self._space.capacity - self._space.free,
@@ -205,38 +202,35 @@ class Engine:
     # The engine's thread.
 
     def _run(self) -> None:
-        while True:
-            with self._wake:
-                while not (self._inbox or self._cancelled or self._closed or self._busy()):
-                    self._wake.wait()
-                arrived, self._inbox = self._inbox, deque()
-                cancelled, self._cancelled = self._cancelled, set()
-                closed = self._closed
+        while not self._failed:
             try:
+                k = None if self._adaptive is None else self._adaptive.k
+                arrived, orders = self._intake.take(self._busy(), k)
                 for request in arrived:
-                    self._by_id[request.request_id] = request
+                    self._live[request.number] = request
                     self._scheduler.add(request)
-                if closed:
-                    cancelled = set(self._by_id)
-                for request_id in cancelled & self._by_id.keys():
-                    request = self._by_id[request_id]
-                    self._scheduler.remove(request)
-                    self._send(request, TokenEvent(request_id, (), finish_reason="cancelled"))
-                if closed:
+                for number in list(self._live) if orders.closed else orders.cancelled:
+                    if (request := self._live.get(number)) is not None:
+                        self._scheduler.remove(request)
+                        event = TokenEvent(request.request_id, (), finish_reason="cancelled")
+                        self._send(request, event)
+                if orders.closed:
                     return
-                self._advance()
+                self._advance(orders)
             except Exception as error:
                 self._fail(error)
 
     def _busy(self) -> bool:
-        return bool(self._by_id or self._in_flight)
+        return bool(self._live or self._in_flight)
 
-    def _advance(self) -> None:
+    def _advance(self, orders: Orders) -> None:
         """Dispatch one step, then read results until few enough are in flight."""
-        if self._adaptive is not None:
-            self._scheduler.cycle_k = self._adaptive.k
+        if orders.cycle_k is not None:
+            self._scheduler.cycle_k = orders.cycle_k
         planned = self._scheduler.plan()
         if planned is not None:
+            self._executor.compile(planned.bucket)  # before any process has gone on
+            self._processes.compare(planned.bucket, planned.packed, planned.moves)
             self._executor.move(planned.moves)
             result = self._executor.dispatch(planned.bucket, planned.packed)
             delayed = self._buckets.delayed
@@ -265,6 +259,8 @@ class Engine:
         self, planned: PlannedStep, result: jax.Array, verdict: Future[Verdict] | None
     ) -> None:
         start = time.perf_counter()
+        self._processes.wait_for(result)
+        self._processes.note(result)
         if verdict is None:
             unpacked = self._buckets.result_layout(planned.bucket).unpack(np.asarray(result))
         else:
@@ -309,28 +305,35 @@ class Engine:
         """Deliver an event. A sink that raises loses its request, and nobody else's."""
         if event.finish_reason is not None:
             request.stats.finished = time.monotonic()
-            self._by_id.pop(request.request_id, None)
+            self._live.pop(request.number, None)
         try:
             request.sink(event)
         except Exception:
             logger.exception("the sink of request %d raised; it is dropped", request.request_id)
-            self._by_id.pop(request.request_id, None)
+            self._live.pop(request.number, None)
             self._scheduler.remove(request)
 
     def _fail(self, error: Exception) -> None:
-        """The step itself failed: every request ends with the error, and the engine starts over."""
-        logger.exception("the engine's step failed; %d requests end", len(self._by_id))
-        failed = list(self._by_id.values())
-        self._reset_host()
+        """The step itself failed: every request ends with the error, and the engine starts over.
+
+        One of several processes does not: their devices may have gone different ways.
+        """
+        logger.exception("the engine's step failed; %d requests end", len(self._live))
+        failed = list(self._live.values())
         try:
-            self._executor.reset()
-        except Exception as reset_error:
+            if self._processes.several:
+                self._failed = True
+                self._processes.fail(error)
+            else:
+                self._reset_host()
+                self._executor.reset()
+        except Exception as next_error:
             logger.exception("the engine could not start over and closes")
-            with self._wake:
-                self._closed = True
-                failed += self._inbox
-                self._inbox.clear()
-            error.add_note(f"starting over failed too: {reset_error!r}")
+            self._failed = True
+            error.add_note(f"starting over failed too: {next_error!r}")
+        if self._failed:
+            failed += self._intake.empty()
+            self._live.clear()
         for request in failed:
             self._send(
                 request,

@@ -75,7 +75,7 @@ class Request:
 
     prompt: int32 [n]. max_length: tokens at most, the prompt's included. expected_length: what is
     reserved for it where admission looks ahead; None: `max_length`. turn: its place in line, by
-    arrival and priority.
+    arrival and priority. number: which of the engine's requests it is.
     sampling: int32 [ROW_WORDS], `params` and the seed as the device wants them.
     """
 
@@ -87,6 +87,7 @@ class Request:
     sink: Callable[[TokenEvent], None]
     expected_length: int | None = None
     turn: int = 0
+    number: int = 0
     stats: RequestStats = dataclasses.field(default_factory=RequestStats)
 
     def __post_init__(self):

@@ -40,10 +40,14 @@ def divisible(model: ModelConfig, shards: int) -> ModelConfig:
             f"num_kv_heads={model.num_kv_heads} does not divide among tensor_parallel_size="
             f"{shards} devices: one must be a multiple of the other"
         )
+    share = -(-model.vocab_size // shards)
+    if share * (shards - 1) >= model.vocab_size:
+        raise ValueError(
+            f"vocab_size={model.vocab_size} leaves one of tensor_parallel_size={shards} devices "
+            f"nothing: it must be more than {share * (shards - 1)}"
+        )
     return dataclasses.replace(
-        model,
-        num_kv_heads=max(model.num_kv_heads, shards),
-        vocab_size=-(-model.vocab_size // shards) * shards,
+        model, num_kv_heads=max(model.num_kv_heads, shards), vocab_size=share * shards
     )
 
 

@@ -119,7 +119,7 @@ def assert_empty(engine: Engine) -> None:
     stats = engine.stats()
     assert stats.running == stats.waiting == stats.parked == 0
     assert stats.slots_used == stats.tokens_offloaded == 0
-    assert not engine._by_id
+    assert not engine._live
     if engine._executor._offload is not None:
         assert not engine._executor._offload._chunks
 

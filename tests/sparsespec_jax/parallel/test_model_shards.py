@@ -17,7 +17,7 @@ from tests.sparsespec_jax.models.tiny_models import CASES, tokens, write_checkpo
 
 
 @pytest.mark.parametrize("name", ["qwen3", "llama_bias", "llama_mha"])
-@pytest.mark.parametrize("vocab", [96, 97, 5])
+@pytest.mark.parametrize("vocab", [96, 97])
 @pytest.mark.parametrize("devices", [2, 4])
 def test_a_checkpoint_is_read_into_its_shards(name, vocab, devices, tmp_path, monkeypatch):
     config = {**CASES[name], "vocab_size": vocab}
@@ -46,8 +46,7 @@ def test_a_checkpoint_is_read_into_its_shards(name, vocab, devices, tmp_path, mo
         if array.ndim > 1:
             held = {shard.data.size for shard in array.addressable_shards}
             assert held == {array.size // devices}, "a device holds its share alone"
-    if vocab > 5:
-        assert largest < 0.52, "no tensor is read whole"
+    assert largest < 0.52, "no tensor is read whole"
     again = place_params(loaded.params, whole.config, placement)
     for array, same in zip(*map(jax.tree.leaves, (again, loaded.params)), strict=True):
         pointers = [

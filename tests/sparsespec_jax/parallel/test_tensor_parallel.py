@@ -172,6 +172,7 @@ def test_the_bundled_model_on_two_devices():
             r"intermediate_size=50 does not divide among tensor_par.*=4",
         ),
         ({"num_heads": 12, "num_kv_heads": 6}, 4, r"num_kv_heads=6 .*=4 .*multiple of the other"),
+        ({"vocab_size": 9}, 8, r"vocab_size=9 leaves .*=8 devices nothing: .* more than 14"),
         ({}, 16, r"tensor_parallel_size=16 is more than the devices that there are: 8"),
     ],
 )
