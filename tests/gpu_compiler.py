@@ -57,7 +57,7 @@ def temp_bytes(f, *args, **kwargs):
 """
 
 
-def compile_for_h200(program: str, *, mosaic: bool = False, devices: int = 1) -> dict[str, int]:
+def compile_for_h200(program: str, *, mosaic: bool = False, devices: int = 1) -> dict:
     """What a program says that calls `temp_bytes` and leaves a dictionary named `result`.
 
     `mosaic` says that it compiles kernels of Mosaic GPU, as `matmul`'s. `topology` has `devices`;

@@ -8,7 +8,6 @@ import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -94,19 +93,8 @@ class Executor:
         self._offload.close()
         self._pools = self._state = None  # free the old ones first
         self._pools = make_pools(self._kv_model, self._slots, self.dtype, self._placement)
-        self._state = self._on_shards(self._initial_state, (), self._state_shardings)()
-
-    def _on_shards(
-        self, function: Callable, in_shardings: Any, out_shardings: Any, **options: Any
-    ) -> jax.stages.Wrapped:
-        """`function`, jitted with `options`; it sees one shard's part of everything."""
-        mesh = self._placement.mesh
-        if mesh.size > 1:
-            specs = jax.tree.map(lambda leaf: leaf.spec, (in_shardings, out_shardings))
-            function = jax.shard_map(
-                function, mesh=mesh, in_specs=specs[0], out_specs=specs[1], check_vma=False
-            )
-        return jax.jit(function, out_shardings=out_shardings, **options)
+        initial = self._placement.jit(self._initial_state, (), self._state_shardings)
+        self._state = initial()
 
     def _initial_state(self) -> DecodeState:
         rows, k = self._config.max_batch + 1, self._drafter.k
@@ -165,7 +153,7 @@ class Executor:
         packed = jax.ShapeDtypeStruct((layout.size,), jnp.int32, sharding=replicated)
         arguments = (*arguments, packed)
         shardings = jax.tree.map(lambda leaf: leaf.sharding, arguments)
-        jitted = self._on_shards(step, shardings, shardings[1:], donate_argnums=(1, 2))
+        jitted = self._placement.jit(step, shardings, shardings[1:], donate_argnums=(1, 2))
         return jitted.trace(*arguments).lower(**kwargs)
 
     def warmup(self, buckets: list[Bucket], progress: Callable | None = None) -> None:

@@ -7,6 +7,8 @@ head, the feed-forward by its columns, embedding and head by vocabulary; all els
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import numpy as np
@@ -40,8 +42,6 @@ class Placement:
                 f"axis={self.axis!r} is not an axis of the mesh, which has "
                 f"{', '.join(map(repr, self.mesh.axis_names))}"
             )
-        if not self.mesh.local_devices:
-            raise ValueError("the mesh holds no device of this process")
         # Shardings are the compiler's business outside the step, whatever the caller's are.
         object.__setattr__(self, "mesh", Mesh(self.mesh.devices, self.mesh.axis_names))
 
@@ -99,6 +99,20 @@ class Placement:
             if device.process_index == jax.process_index()
         ]
 
+    def jit(
+        self, function: Callable, in_shardings: Any, out_shardings: Any, **options: Any
+    ) -> jax.stages.Wrapped:
+        """`function`, jitted with `options`; it sees one shard's part of every argument.
+
+        Shardings are trees of `NamedSharding`, also one for several arguments.
+        """
+        if self.mesh.size > 1:
+            specs = jax.tree.map(lambda sharding: sharding.spec, (in_shardings, out_shardings))
+            function = jax.shard_map(
+                function, mesh=self.mesh, in_specs=specs[0], out_specs=specs[1], check_vma=False
+            )
+        return jax.jit(function, out_shardings=out_shardings, **options)
+
     @property
     def replicated(self) -> NamedSharding:
         return NamedSharding(self.mesh, PartitionSpec())
@@ -111,7 +125,9 @@ def placement_of(config: EngineConfig, placement: Placement | None = None) -> Pl
     """
     size = config.tensor_parallel_size
     if placement is None:
-        return Placement.single_device() if size == 1 else Placement.over(size)
+        placement = Placement.single_device() if size == 1 else Placement.over(size)
+    if not placement.mesh.local_devices:
+        raise ValueError(f"process {jax.process_index()} has none of the mesh's devices")
     if size not in (1, placement.shards):
         raise ValueError(
             f"tensor_parallel_size={size} is not the size of the mesh's axis "
