@@ -15,6 +15,7 @@ A folder per op: `api.py` is the contract and picks the implementation, `referen
 """
 
 from pallas_kernels.add_norm import add_norm
+from pallas_kernels.all_reduce import all_reduce, all_reduce_add_norm
 from pallas_kernels.append_kv import append_kv
 from pallas_kernels.fused_attention import (
     AttentionScores,
@@ -49,6 +50,8 @@ __all__ = [
     "SampleArgs",
     "Sampled",
     "add_norm",
+    "all_reduce",
+    "all_reduce_add_norm",
     "append_kv",
     "draft_slots",
     "fused_attention",

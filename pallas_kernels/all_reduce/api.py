@@ -5,10 +5,12 @@ from collections.abc import Hashable
 import jax.numpy as jnp
 from jax import Array, lax
 
+from pallas_kernels.add_norm import add_norm
 from pallas_kernels.add_norm.api import check_arguments
 from pallas_kernels.all_reduce import reference
 from pallas_kernels.all_reduce.peers import Peers
 from pallas_kernels.dispatch import Implementation, check, resolve
+from pallas_kernels.matmul.reference import add_parts
 
 
 def all_reduce(
@@ -70,7 +72,9 @@ def all_reduce_add_norm(
     pallas, _ = resolve(implementation, None)
     check_arguments(x, delta, scale, eps)
     if not (pallas and _fits(x, axis_name, peers)):
-        return reference.all_reduce_add_norm(x, delta, scale, axis_name, eps=float(eps))
+        own = delta if delta.ndim == x.ndim else add_parts(delta)
+        total = reference.all_reduce(own, axis_name)
+        return add_norm(x, total, scale, eps=eps, implementation=implementation)
     from pallas_kernels.all_reduce import mosaic_gpu
 
     rows = x.reshape(-1, x.shape[-1])

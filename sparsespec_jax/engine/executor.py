@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.all_reduce import Peers
 from sparsespec_jax.config import EngineConfig, SpeculationConfig
 from sparsespec_jax.drafters import make_drafter
 from sparsespec_jax.engine.buckets import Buckets
@@ -30,6 +31,7 @@ from sparsespec_jax.parallel.sharding import Placement
 
 logger = logging.getLogger(__name__)
 
+_MESSAGE_ROWS = 512  # tokens of a step that shards exchange by `all_reduce`'s kernel at most
 _COMPILING = 8  # steps at once: tracing takes turns, what follows does not
 
 
@@ -75,6 +77,7 @@ class Executor:
         self._offload = KvOffload(placement, kv_chunk)
         self._drafter = make_drafter(self._model, speculation, buckets.width, config.implementation)
         self._state_shardings = state_shardings(placement, self._drafter)
+        self._peers: Peers | None = None
         self._compiled: dict[Bucket, jax.stages.Compiled] = {}
         self.stats = DispatchStats()
         self.reset()
@@ -86,7 +89,7 @@ class Executor:
     def release(self) -> None:
         """Let go of all device arrays; nothing can be dispatched any more."""
         self._offload.close()
-        self._params = self._pools = self._state = None
+        self._params = self._pools = self._state = self._peers = None
 
     def reset(self) -> None:
         """Start over with an empty pool and no rows."""
@@ -95,6 +98,7 @@ class Executor:
         self._pools = make_pools(self._kv_model, self._slots, self.dtype, self._placement)
         initial = self._placement.jit(self._initial_state, (), self._state_shardings)
         self._state = initial()
+        self._peers = self._placement.connect(_MESSAGE_ROWS, self._model.hidden_size)
 
     def _initial_state(self) -> DecodeState:
         rows, k = self._config.max_batch + 1, self._drafter.k
@@ -119,7 +123,9 @@ class Executor:
         """Enqueue a step and return its packed result, whose copy to the host is under way."""
         step = self.compile(bucket)
         start = time.perf_counter()
-        self._pools, self._state, result = step(self._params, self._pools, self._state, packed)
+        self._pools, self._state, result = step(
+            self._params, self._pools, self._state, packed, self._peers
+        )
         result.copy_to_host_async()
         self.stats.dispatch_seconds += time.perf_counter() - start
         self.stats.steps += 1
@@ -148,12 +154,11 @@ class Executor:
             self._shards,
         )
         replicated = self._placement.replicated
-        arguments = self._params, self._pools, self._state
-        arguments = jax.tree.map(_abstract, arguments)
         packed = jax.ShapeDtypeStruct((layout.size,), jnp.int32, sharding=replicated)
-        arguments = (*arguments, packed)
+        arguments = self._params, self._pools, self._state, packed, self._peers
+        arguments = jax.tree.map(_abstract, arguments)
         shardings = jax.tree.map(lambda leaf: leaf.sharding, arguments)
-        jitted = self._placement.jit(step, shardings, shardings[1:], donate_argnums=(1, 2))
+        jitted = self._placement.jit(step, shardings, shardings[1:4], donate_argnums=(1, 2))
         return jitted.trace(*arguments).lower(**kwargs)
 
     def warmup(self, buckets: list[Bucket], progress: Callable | None = None) -> None:

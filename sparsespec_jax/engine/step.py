@@ -10,6 +10,7 @@ of the model, and `shards` is all that knows of the others.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import NamedTuple
 
 import jax
@@ -18,11 +19,11 @@ import jax.numpy as jnp
 from pallas_kernels import (
     AttentionScores,
     CausalRows,
-    add_norm,
     append_kv,
     draft_slots,
     fused_attention,
 )
+from pallas_kernels.all_reduce import Peers
 from sparsespec_jax.config import Implementation, Verification
 from sparsespec_jax.drafters.base import Drafter, Verified
 from sparsespec_jax.engine.emission import Emission
@@ -63,15 +64,23 @@ class Step:
     shards: Shards = Shards()
 
     def __call__(
-        self, params: Params, pools: Pools, state: DecodeState, packed: jax.Array
+        self,
+        params: Params,
+        pools: Pools,
+        state: DecodeState,
+        packed: jax.Array,
+        peers: Peers | None = None,
     ) -> tuple[Pools, DecodeState, jax.Array]:
-        """New pools and state (both donated), and the packed result (`plan.ResultLayout`)."""
+        """New pools and state (both donated), and the packed result (`plan.ResultLayout`).
+
+        peers: where shards leave each other messages, if they can.
+        """
         plan = self.layout.unpack(packed)
         state = apply_updates(state, plan)
         if self.layout.delayed:
             state = apply_commits(state, plan)
         queries = self._queries(state, plan)
-        hidden, pools, scores = self._forward(params, pools, state, plan, queries)
+        hidden, pools, scores = self._forward(params, pools, state, plan, queries, peers)
 
         row, position, picked = self._sample_rows(plan, queries)
         hidden = decoder.final_norm(params, hidden[picked], self.model)
@@ -124,7 +133,13 @@ class Step:
         return Queries(state.tokens[row, position], position, slot)
 
     def _forward(
-        self, params: Params, pools: Pools, state: DecodeState, plan: Plan, queries: Queries
+        self,
+        params: Params,
+        pools: Pools,
+        state: DecodeState,
+        plan: Plan,
+        queries: Queries,
+        peers: Peers | None,
     ) -> tuple[jax.Array, Pools, AttentionScores | None]:
         """Hidden states [T, hidden], the pools, and scores of all layers for the drafter."""
         model, bucket, n_drafts = self.model, self.layout.bucket, self.layout.bucket.drafts
@@ -150,11 +165,17 @@ class Step:
 
         x = self._vocabulary.embed(params, queries.token)
         cos, sin = rope_tables(queries.position, model.rope, model.head_dim)
+        norm = functools.partial(
+            self.shards.add_norm,
+            eps=model.rms_norm_eps,
+            peers=peers,
+            implementation=self.implementation,
+        )
         delta, new_pools, scores = None, [], None
         for index, (layer, (k_pool, v_pool)) in enumerate(
             zip(params["layers"], pools, strict=True)
         ):
-            x, normed = self._add_norm(x, delta, layer["attention_norm"])
+            x, normed = norm(x, delta, layer["attention_norm"])
             q, k_pool, v_pool = append_kv(
                 k_pool,
                 v_pool,
@@ -188,27 +209,9 @@ class Step:
             delta = decoder.attention_output(
                 layer, attended, model, implementation=self.implementation
             )
-            x, normed = self._add_norm(x, delta, layer["mlp_norm"])
+            x, normed = norm(x, delta, layer["mlp_norm"])
             delta = decoder.mlp(layer, normed, implementation=self.implementation)
-        return decoder.add(x, self._of_all_shards(delta)), tuple(new_pools), scores
-
-    def _add_norm(
-        self, x: jax.Array, delta: jax.Array | None, scale: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        """The residual stream with a branch's output, and its norm for the next branch."""
-        return add_norm(
-            x,
-            None if delta is None else self._of_all_shards(delta),
-            scale,
-            eps=self.model.rms_norm_eps,
-            implementation=self.implementation,
-        )
-
-    def _of_all_shards(self, delta: jax.Array) -> jax.Array:
-        """A branch's output, still in parts [S, T, hidden] where there is one shard."""
-        if self.shards.size == 1:
-            return delta
-        return self.shards.all_reduce(decoder.sum_parts(delta))
+        return self.shards.add(x, delta, peers), tuple(new_pools), scores
 
     def _sample_rows(self, plan: Plan, queries: Queries) -> tuple[jax.Array, jax.Array, jax.Array]:
         """The S queries that need logits: drafts, verify queries, the last token of each chunk.

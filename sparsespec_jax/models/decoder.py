@@ -87,13 +87,6 @@ def mlp(layer: Params, normed: jax.Array, *, implementation: Implementation = "x
     return matmul_parts(activated, layer["down"], implementation=implementation)
 
 
-def sum_parts(parts: jax.Array) -> jax.Array:
-    """Parts [S, ...] as one array, rounded once."""
-    if len(parts) == 1:
-        return parts[0]
-    return parts.astype(jnp.float32).sum(0).astype(parts.dtype)
-
-
 def final_norm(params: Params, x: jax.Array, config: ModelConfig) -> jax.Array:
     return rms_norm(x, params["final_norm"], config.rms_norm_eps)
 

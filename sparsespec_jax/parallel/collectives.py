@@ -1,7 +1,7 @@
 """What crosses between the shards of a model, inside the step's `shard_map`.
 
-Every method is the identity where there is one shard, so that the program of one device is that of
-a step without tensor parallelism.
+Nothing does where there is one shard: the program of one device is that of a step without tensor
+parallelism.
 """
 
 from __future__ import annotations
@@ -11,6 +11,12 @@ from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
+
+from pallas_kernels import add_norm, all_reduce, all_reduce_add_norm
+from pallas_kernels.add_norm.reference import add
+from pallas_kernels.all_reduce import Peers
+from pallas_kernels.matmul.reference import add_parts
+from sparsespec_jax.config import Implementation
 
 Tree = TypeVar("Tree")
 
@@ -30,6 +36,28 @@ class Shards:
     def all_reduce(self, x: jax.Array) -> jax.Array:
         """The sum over the shards."""
         return x if self.size == 1 else jax.lax.psum(x, self.axis)
+
+    def add(self, x: jax.Array, delta: jax.Array, peers: Peers | None) -> jax.Array:
+        """`x` [T, hidden] and the sum over the shards of `delta`, parts [S, T, hidden]."""
+        if self.size == 1:
+            return add(x, delta)
+        return add(x, all_reduce(add_parts(delta), self.axis, peers=peers))
+
+    def add_norm(
+        self,
+        x: jax.Array,
+        delta: jax.Array | None,
+        scale: jax.Array,
+        *,
+        eps: float,
+        peers: Peers | None,
+        implementation: Implementation,
+    ) -> tuple[jax.Array, jax.Array]:
+        """`add`, and the norm of that; of `x` itself where there is no `delta`."""
+        how = {"eps": eps, "implementation": implementation}
+        if self.size == 1 or delta is None:
+            return add_norm(x, delta, scale, **how)
+        return all_reduce_add_norm(x, delta, scale, self.axis, peers=peers, **how)
 
     def all_gather(self, tree: Tree) -> Tree:
         """What every shard has, stacked: [size, ...] each."""

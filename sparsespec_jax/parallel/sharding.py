@@ -14,6 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from pallas_kernels.all_reduce import Peers, connect
 from sparsespec_jax.config import EngineConfig
 from sparsespec_jax.models.parameters import ParamSpec
 
@@ -112,6 +113,12 @@ class Placement:
                 function, mesh=self.mesh, in_specs=specs[0], out_specs=specs[1], check_vma=False
             )
         return jax.jit(function, out_shardings=out_shardings, **options)
+
+    def connect(self, rows: int, hidden: int) -> Peers | None:
+        """Memory for the shards' messages of up to `rows` rows of `hidden` values: see `Peers`."""
+        if self.mesh.size == 1 or self.mesh.size != self.shards:
+            return None
+        return connect(self.mesh, self.axis, rows=rows, hidden=hidden)
 
     @property
     def replicated(self) -> NamedSharding:
