@@ -11,10 +11,11 @@ from sparsespec_jax.engine.buckets import Buckets
 from sparsespec_jax.engine.plan import Bucket
 
 
-@pytest.mark.parametrize("method", ["pillar", "none"])
-def test_a_row(method, monkeypatch, tmp_path):
+@pytest.mark.parametrize(("method", "devices"), [("pillar", 1), ("none", 1), ("pillar", 2)])
+def test_a_row(method, devices, monkeypatch, tmp_path):
     command = (
         f"step_time --shape tiny --method {method} --batch 5 --context 40 --k 3 --slots 99"
+        f" --tp {devices}"
         f" --steps 4 --windows 2 --json {tmp_path / 'rows'}"
     )
     monkeypatch.setattr(sys, "argv", command.split())
@@ -22,6 +23,7 @@ def test_a_row(method, monkeypatch, tmp_path):
     [row] = map(json.loads, (tmp_path / "rows").read_text().splitlines())
     # Five rows in four phases: 5/4 verify 3 drafts in a step, the others draft.
     assert row["tokens_per_step"] == (5 if method == "none" else 5 * (4 + 3) / 4)
+    assert row["tp"] == devices
     assert len(row["step_ms_windows"]) == 2
     for name in ("step_ms", "dispatch_ms", "kv_floor_ms", "matmul_floor_ms"):
         assert row[name] > 0

@@ -97,3 +97,11 @@ def test_a_step_writes_the_pool_in_place(bucket):
     temporary = engine._executor.compile(bucket).memory_analysis().temp_size_in_bytes
     engine.close()
     assert temporary < 2**29, "less than half of the pool"
+
+
+@pytest.mark.skipif(len(jax.devices()) < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("overlap", ["resident", "delayed"])
+def test_two_gpus_emit_what_one_emits(overlap):
+    expected = outputs(make_engine("float32", "none"))
+    found = outputs(make_engine("float32", "pillar", tensor_parallel_size=2, overlap=overlap))
+    assert_same(found, expected)
