@@ -73,6 +73,8 @@ def measure(args: argparse.Namespace) -> dict:
     bucket = step_bucket(buckets, args)
     plans = cycle_of_plans(buckets.layout(bucket), args.batch, k)
     placement = placement_of(config)
+    if args.psum:
+        object.__setattr__(placement, "connect", lambda rows, hidden: None)
     executor = Executor(
         model,
         random_params(model, dtype, placement),
@@ -248,6 +250,9 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=0.65)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--tp", type=int, default=1, help="devices that share the model")
+    parser.add_argument(
+        "--psum", action="store_true", help="sum by XLA, not by all_reduce's kernel"
+    )
     parser.add_argument("--implementation", default="auto")
     parser.add_argument("--steps", type=int, default=50, help="in a window")
     parser.add_argument("--windows", type=int, default=3)
