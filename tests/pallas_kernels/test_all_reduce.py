@@ -226,7 +226,7 @@ def test_compiled_kernels():
         x = x + 0 * jax.lax.psum(x[:1, :1], "tp")
         for n_rows in (256, 3, 3, 100, 256, 1):
             total = mosaic_gpu.all_reduce(x[:n_rows], peers)
-            x = x.at[:n_rows].set(total / mesh.size + x[:n_rows])
+            x = jnp.concatenate([total / mesh.size + x[:n_rows], x[n_rows:]])
         zero, one = jnp.zeros_like(x), jnp.ones_like(x[0])
         call = mosaic_gpu.all_reduce_add_norm
         return x, *call(zero, x[None], one, peers, eps=1e-6)
