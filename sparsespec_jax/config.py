@@ -17,6 +17,7 @@ Implementation = Literal["auto", "pallas", "xla"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 AUTO_KS = (8, 4, 2, 0)
+AUTO_SPARSITIES = (0.05, 0.025, 0.1)  # in the order in which they are tried
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +29,8 @@ class SpeculationConfig:
         scored highest (PillarAttn, SparseSpec 2026); `none` is plain decoding.
       k: tokens drafted in a cycle, 1 to 15, or `auto`: 8, 4, 2 or none, whatever emits most tokens
         a second as measured while running (compiles steps for each).
-      sparsity: share of the KV cache that a draft reads.
+      sparsity: share of the KV cache that a draft reads, or `auto`: 0.025, 0.05 or 0.1, by the same
+        measure (compiles no further steps).
       min_budget: positions that a draft reads at least, whatever the share.
       score_rule: how the scores of a verification's queries combine into one ranking: `paper` is
         their mean, as published; `shifted` also expects attention to move on with the text.
@@ -39,7 +41,7 @@ class SpeculationConfig:
 
     method: Method = "pillar"
     k: int | Literal["auto"] = 8
-    sparsity: float = 0.05
+    sparsity: float | Literal["auto"] = 0.05
     min_budget: int = 128
     score_rule: ScoreRule = "shifted"
     verification: Verification = "coupled"
@@ -51,7 +53,8 @@ class SpeculationConfig:
         if self.k != "auto":
             _check_int("k", self.k, 1, 15, or_else="`auto`")
         _check_int("min_budget", self.min_budget, 1)
-        _check_float("sparsity", self.sparsity, 0.0, 1.0, open_low=True)
+        if self.sparsity != "auto":
+            _check_float("sparsity", self.sparsity, 0.0, 1.0, open_low=True, or_else="`auto`")
 
     @property
     def ks(self) -> tuple[int, ...]:
@@ -60,9 +63,17 @@ class SpeculationConfig:
             return (0,)
         return AUTO_KS if self.k == "auto" else (self.k,)
 
-    def budget(self, context: int) -> int:
-        """Positions that a draft over `context` cached tokens reads."""
-        return min(context, max(self.min_budget, math.ceil(self.sparsity * context)))
+    @property
+    def sparsities(self) -> tuple[float, ...]:
+        """The shares of the KV cache that drafts can read; the first is where a search begins."""
+        if self.sparsity != "auto":
+            return (self.sparsity,)
+        return AUTO_SPARSITIES[:1] if self.method == "none" else AUTO_SPARSITIES
+
+    def budget(self, context: int, sparsity: int = 0) -> int:
+        """Positions that a draft over `context` cached tokens reads; `sparsity`: which of them."""
+        share = self.sparsities[sparsity]
+        return min(context, max(self.min_budget, math.ceil(share * context)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,12 +165,15 @@ def _check_int(
         raise ValueError(f"{name} must be an integer {allowed}, got {value!r}")
 
 
-def _check_float(name: str, value: Any, low: float, high: float, open_low: bool = False) -> None:
+def _check_float(
+    name: str, value: Any, low: float, high: float, *, open_low: bool = False, or_else: str = ""
+) -> None:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     inside = is_number and (low < value if open_low else low <= value) and value <= high
     if not inside:
         bracket = "(" if open_low else "["
-        raise ValueError(f"{name} must be a number in {bracket}{low}, {high}], got {value!r}")
+        allowed = f"in {bracket}{low}, {high}]" + (or_else and f" or {or_else}")
+        raise ValueError(f"{name} must be a number {allowed}, got {value!r}")
 
 
 def _check_memory(value: Any) -> None:

@@ -22,6 +22,7 @@ class Verified(NamedTuple):
       token before them, or a prompt's. The rest are queries of rejected drafts.
     start: [E] int32 position of the first scored query.
     length: [E] int32 tokens of the row after the step; the last one's KV is not written yet.
+    sparsity: [] int32 which of the speculation's sparsities their next drafts have.
     """
 
     row: jax.Array
@@ -30,6 +31,7 @@ class Verified(NamedTuple):
     committed: jax.Array
     start: jax.Array
     length: jax.Array
+    sparsity: jax.Array | int = 0
 
 
 class Drafter(Protocol):

@@ -51,11 +51,13 @@ class PillarDrafter:
         self.k = speculation.ks[0]
         # k + 1 tokens since the verification's first query, and up to k drafts behind them.
         self.max_recent = 2 * self.k + 1
-        self._budgets = np.array([speculation.budget(n) for n in range(max_context + 1)], np.int32)
+        contexts, sparsities = range(max_context + 1), range(len(speculation.sparsities))
+        budgets = [[speculation.budget(n, sparsity) for n in contexts] for sparsity in sparsities]
+        self._budgets = np.array(budgets, np.int32)
         self._rule = SCORE_RULES[speculation.score_rule]
         self._layers = model.num_layers
         self._lists = 1 if self._rule.shared else model.num_kv_heads
-        self._width = speculation.budget(max_context)
+        self._width = int(self._budgets.max())
         self._group = model.num_heads // model.num_kv_heads
         self._implementation = implementation
 
@@ -109,6 +111,5 @@ class PillarDrafter:
         """Budget of the context less the recent positions, which every draft attends to anyway."""
         cached = verified.length - 1
         recent = cached - verified.start
-        return jnp.clip(
-            jnp.asarray(self._budgets)[cached] - recent, 0, jnp.minimum(candidates, width)
-        )
+        budget = jnp.asarray(self._budgets)[verified.sparsity, cached]
+        return jnp.clip(budget - recent, 0, jnp.minimum(candidates, width))

@@ -51,6 +51,7 @@ class Plan(NamedTuple):
     chunks: [C, 4] row, first position, tokens, 1 if the prompt ends here.
     commits: [M, COMMIT_WORDS] rows that the host has verified, new tokens, the last of them; the
       others are the row's drafts, which its history holds already.
+    sparsity: [1, 1] which of the candidate sparsities the selections made in this step have.
     """
 
     updates: np.ndarray | jax.Array
@@ -59,6 +60,7 @@ class Plan(NamedTuple):
     verifies: np.ndarray | jax.Array
     chunks: np.ndarray | jax.Array
     commits: np.ndarray | jax.Array
+    sparsity: np.ndarray | jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,6 +96,7 @@ class PlanLayout:
             verifies=(bucket.verifies, 2),
             chunks=(bucket.chunks, 4),
             commits=(self.commits, COMMIT_WORDS),
+            sparsity=(1, 1),
         )
 
     @property
@@ -106,6 +109,7 @@ class PlanLayout:
         plan = self.unpack(packed)
         for section in plan:
             section[:, 0] = self.trash_row
+        plan.sparsity[:] = 0
         plan.updates[:, 3] = -1
         plan.admissions[:, 3:] = NEUTRAL_ROW
         return packed, plan

@@ -271,4 +271,5 @@ class Step:
                 trash, 0, jnp.concatenate([old_length[verify_row] - 1, start + count - scored])
             ),
             length=length[row],
+            sparsity=plan.sparsity[0, 0],
         )

@@ -15,7 +15,10 @@ _BAD = {
     SpeculationConfig: {
         "method": (["eagle", "", None, "PILLAR", 1], "pillar, none"),
         "k": ([0, -1, 16, 2.0, "4", None, True], "an integer from 1 to 15 or `auto`"),
-        "sparsity": ([0, 0.0, -0.1, 1.1, _NAN, math.inf, "0.1", None, True], r"in \(0.0, 1.0\]"),
+        "sparsity": (
+            [0, 0.0, -0.1, 1.1, _NAN, math.inf, "0.1", None, True],
+            r"a number in \(0.0, 1.0\] or `auto`",
+        ),
         "min_budget": ([0, -5, 1.5, None, True], "an integer at least 1"),
         "score_rule": (["best", None], "paper"),
         "verification": (["greedy", None], "coupled, rejection"),
@@ -119,3 +122,14 @@ def test_the_budget_is_a_share_of_the_context_but_at_least_the_minimum_and_at_mo
     assert SpeculationConfig(sparsity=1.0).budget(3000) == 3000
     budgets = [speculation.budget(length) for length in np.arange(1, 9000, 7).tolist()]
     assert budgets == sorted(budgets)
+
+
+def test_what_is_left_to_the_engine_has_candidates_and_what_is_not_has_one():
+    auto = SpeculationConfig(k="auto", sparsity="auto")
+    assert (auto.ks, auto.sparsities) == ((8, 4, 2, 0), (0.05, 0.025, 0.1))
+    assert [auto.budget(10_000, sparsity) for sparsity in range(3)] == [500, 250, 1000]
+    paper = SpeculationConfig()
+    assert (paper.ks, paper.sparsities) == ((8,), (0.05,))
+    assert SpeculationConfig(k=4, sparsity="auto").ks == (4,)
+    plain = SpeculationConfig(method="none", k="auto", sparsity="auto")
+    assert (plain.ks, plain.sparsities) == ((0,), (0.05,))

@@ -77,6 +77,8 @@ def test_a_number_of_bytes_is_not_a_fraction():
     assert parse(["--kv-cache-memory", "1000000"]).engine["kv_cache_memory"] == 1_000_000
     assert parse(["--k", "auto"]).speculation.ks == (8, 4, 2, 0)
     assert parse(["--k", "3"]).speculation.ks == (3,)
+    assert parse(["--sparsity", "auto"]).speculation.sparsities == (0.05, 0.025, 0.1)
+    assert parse(["--sparsity", "0.2"]).speculation.sparsities == (0.2,)
 
 
 def test_seed_is_that_of_sampling_and_the_engines_has_its_name_in_front():
@@ -112,6 +114,8 @@ def test_compiled_steps_are_kept_in_the_users_cache_directory(monkeypatch):
     ("arguments", "message"),
     [
         (["--k", "16"], "k must be an integer from 1 to 15 or `auto`, got 16"),
+        (["--sparsity", "2"], "sparsity must be a number in (0.0, 1.0] or `auto`, got 2"),
+        (["--sparsity", "all"], "argument --sparsity: invalid number value: 'all'"),
         (["--temperature", "-1"], "temperature=-1 is not allowed"),
         (["--max-batch", "0"], "max_batch must be an integer from 1"),
         (["--batch-buckets", "8", "2"], "batch_buckets must be increasing"),

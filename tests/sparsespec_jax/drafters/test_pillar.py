@@ -120,6 +120,22 @@ def test_recent_positions_count_towards_the_budget(tiny_model, update):
         assert after.count[0] + (cached - after.recent_start[0]) == 0.25 * cached
 
 
+@pytest.mark.parametrize("sparsity", [0, 1, 2])
+def test_the_host_may_say_which_share_of_the_context_is_listed(tiny_model, sparsity):
+    """In a list that has room for the largest; all else is as with that share alone."""
+    pillar = make_pillar(tiny_model, sparsity="auto", min_budget=1)
+    share = SpeculationConfig(sparsity="auto").sparsities[sparsity]
+    alone = make_pillar(tiny_model, sparsity=share, min_budget=1)
+    verified = make_verified(tiny_model, [0], length=61, emitted=1)
+    told = jax.jit(pillar.update)(
+        pillar.init_state(BATCH + 1), verified._replace(sparsity=jnp.int32(sparsity))
+    )
+    expected = alone.update(alone.init_state(BATCH + 1), verified)
+    assert told.selected.shape[-1] == np.ceil(0.1 * MAX_CONTEXT)
+    assert told.count[0] == expected.count[0] == np.ceil(share * 60) - 1
+    np.testing.assert_array_equal(chosen(told, 0), chosen(expected, 0))
+
+
 @pytest.mark.parametrize("length", [3, 5, 9])
 def test_a_short_context_is_selected_whole(tiny_model, update, length):
     run, state = update

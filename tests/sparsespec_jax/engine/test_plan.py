@@ -66,8 +66,9 @@ def test_the_sections_share_the_packed_array_without_gap_or_overlap(layout):
 @given(layouts())
 def test_padding_names_the_trash_row_and_asks_for_nothing(layout):
     _, plan = layout.empty()
-    for section in plan:
+    for section in plan._replace(sparsity=plan.drafts):
         np.testing.assert_array_equal(section[:, 0], TRASH_ROW)
+    assert plan.sparsity.item() == 0
     for name in ("drafts", "verifies", "chunks", "commits"):
         np.testing.assert_array_equal(getattr(plan, name)[:, 1:], 0)
     np.testing.assert_array_equal(plan.updates[:, 1:3], 0)  # the trash row maps to the trash slot
@@ -98,6 +99,7 @@ def test_the_shapes_are_those_of_the_bucket():
         verifies=(2, 2),
         chunks=(4, 4),
         commits=(0, COMMIT_WORDS),
+        sparsity=(1, 1),
     )
     assert not layout.delayed
 
