@@ -66,7 +66,7 @@ def adapt(
     adaptive, rng = AdaptiveDrafting(tuple(step_seconds)), np.random.default_rng(0)
     chosen, tokens, seconds = [], 0.0, 0.0
     for _ in range(steps):
-        k = adaptive.k
+        k = adaptive.choice.k
         took = float(rng.choice(step_seconds[k]))
         tokens, seconds = tokens + tokens_a_step(batch, k, accepted), seconds + took
         chosen.append(k)

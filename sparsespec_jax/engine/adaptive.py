@@ -1,62 +1,91 @@
-"""How many tokens to draft: chosen while running, from what drafts bring and what steps cost.
+"""What to draft: chosen while running, from what drafts bring and what steps cost.
 
 A cycle of k drafts takes k + 1 steps and emits 1 + a_1 + ... + a_k tokens, where a_i is the share
 of cycles whose i-th draft is accepted. So a step of rows that draft k tokens emits
 
     rows * (1 + a_1 + ... + a_k) / (k + 1)
 
-tokens on average, and what counts is that over its time. The shares come from all cycles, the times
-from steps that ran: each candidate is tried for a while, and again now and then, since contexts
-grow and texts change. Speculation that does not pay (short contexts, few rows, bad drafts) ends as
-k = 0.
+tokens on average, and what counts is that over its time. The times come from steps that ran, by
+batch size and choice; the shares from all cycles whose drafts read the same share of the KV cache.
+Each choice is tried for a while, and again now and then, since contexts grow and texts change.
+Speculation that does not pay (short contexts, few rows, bad drafts) ends as k = 0.
+
+The search goes along one axis at a time: all k with the first sparsity, then the others with the
+best k, then what lies beside the best of them.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
 import statistics
 from collections import deque
+from collections.abc import Iterable
+from typing import NamedTuple
 
-_TRIAL = 24  # steps that a candidate is tried for at a time
+from sparsespec_jax.engine.acceptance import Acceptance
+
+_TRIAL = 24  # steps that a choice is tried for at a time
 _SETTLING = 12  # before them: rows finish the cycles they are in
-_GLANCE, _HOPELESS = 4, 0.8  # or for so many, if it is then that far from the best
-_RETRY = 4096  # steps until another candidate is tried again, the one that has waited longest
-_GAIN = 1.01  # what another candidate must promise
-_MEMORY = 0.999  # weight of a cycle among those before, per cycle
+_HOPELESS = 0.8  # or for a cycle and no longer, if it is then that far from the best
+_GLANCE = 4  # steps that such a cycle has at least
+_FEW = 8  # cycles of the batch's rows that must have been seen to say so
+_HICCUP = 4  # times the median: what a step counts for at most
+_RETRY = 4096  # steps until another choice is tried again, the one that has waited longest
+_TRIED = 1 / 16  # at most: trials' share of the steps
+_GAIN = 1.01  # what another choice must promise
+_SURE = 0.02  # relative error of a promise that is good enough to end a trial
+
+
+class Choice(NamedTuple):
+    """What cycles draft. sparsity: index among the speculation's sparsities; 0 without drafts."""
+
+    k: int
+    sparsity: int = 0
 
 
 @dataclasses.dataclass
-class _Candidate:
-    """seconds: of its last steps that ran undisturbed. measured_at: when the last of them did."""
+class _Steps:
+    """seconds: of the last ones that ran undisturbed. measured_at: when the last of them did."""
 
-    seconds: deque[float] = dataclasses.field(default_factory=lambda: deque(maxlen=_TRIAL))
+    seconds: deque[float]
     measured_at: int = -1
 
+    @classmethod
+    def of(cls, k: int, seconds: Iterable[float] = ()) -> _Steps:
+        """Whole cycles of them: those of few rows hold steps of different kinds."""
+        return cls(deque(seconds, maxlen=max(1, _TRIAL // (k + 1)) * (k + 1)))
+
     @property
-    def step_seconds(self) -> float:
-        return statistics.median(self.seconds)
+    def mean(self) -> float:
+        limit = _HICCUP * statistics.median(self.seconds)
+        return statistics.fmean(min(seconds, limit) for seconds in self.seconds)
 
 
 class AdaptiveDrafting:
-    """`k` is what cycles that start now should draft. Knows no clock: it is told."""
+    """`choice` is what cycles that start now should draft. Knows no clock: it is told."""
 
-    def __init__(self, ks: tuple[int, ...]):
-        """`ks`: candidates; the largest is tried first, so that all shares are known early."""
+    def __init__(self, ks: tuple[int, ...], sparsities: int = 1):
+        """`ks`: candidates; the largest is tried first, so that all shares are known early.
+
+        `sparsities`: how many there are.
+        """
         self._ks = tuple(sorted(ks, reverse=True))
-        self.k = self._ks[0]
-        self._drafted = [0.0] * self.k
-        self._accepted = [0.0] * self.k
-        self._by_batch: dict[int, dict[int, _Candidate]] = {}
+        self._sparsities = range(sparsities)
+        self.choice = Choice(self._ks[0])
+        self._acceptance = [Acceptance(self.choice.k) for _ in self._sparsities]
+        self._by_batch: dict[int, dict[Choice, _Steps]] = {}
         self._batch: int | None = None
         self._steps = 0
         self._chosen_at = 0
         self._trying = False
+        self._weighing = False  # whether it is not known how it is accepted, either
+        self._patience = _RETRY
 
-    def note_cycle(self, n_drafts: int, accepted: int) -> None:
-        """A row verified `n_drafts` drafts and kept the first `accepted`."""
-        for place in range(n_drafts):
-            self._drafted[place] = _MEMORY * self._drafted[place] + 1
-            self._accepted[place] = _MEMORY * self._accepted[place] + (place < accepted)
+    def note_cycle(self, n_drafts: int, accepted: int, sparsity: int = 0) -> None:
+        """A row verified `n_drafts` drafts of that sparsity and kept the first `accepted`."""
+        self._acceptance[sparsity].note(n_drafts, accepted)
 
     def note_step(self, batch: int, seconds: float | None) -> None:
         """A step of a batch of size `batch` took so long; None if it was no ordinary one."""
@@ -65,18 +94,21 @@ class AdaptiveDrafting:
             self._begin(batch)
         age = self._steps - self._chosen_at
         if seconds is not None and age > _SETTLING:
-            candidate = self._by_batch[batch][self.k]
-            candidate.seconds.append(seconds)
-            candidate.measured_at = self._steps
-        if age >= (_SETTLING + _TRIAL if self._trying else _RETRY) or self._is_hopeless():
+            steps = self._times[self.choice]
+            steps.seconds.append(seconds)
+            steps.measured_at = self._steps
+        if self._trying:
+            if self._is_tried(age):
+                self._patience = max(_RETRY, age / _TRIED)
+                self._decide()
+        elif age >= self._patience:
             self._decide()
-        elif not self._trying and age % _TRIAL == 0 and (best := self._best()) != self.k:
+        elif age % _TRIAL == 0 and (best := self._best()) != self.choice:
             self._choose(best, trying=True)  # this one has become slower; how is that one now?
 
-    def tokens_per_cycle(self, k: int) -> float:
-        """Expected of a cycle of `k` drafts."""
-        shares = zip(self._accepted[:k], self._drafted[:k], strict=True)
-        return 1 + sum(accepted / drafted for accepted, drafted in shares if drafted)
+    @property
+    def _times(self) -> dict[Choice, _Steps]:
+        return self._by_batch[self._batch]
 
     def _begin(self, batch: int) -> None:
         """Another size has times of its own; those of the nearest one are a first guess."""
@@ -84,49 +116,83 @@ class AdaptiveDrafting:
             nearest = min(self._by_batch, key=lambda other: abs(other - batch), default=None)
             known = self._by_batch.get(nearest, {})
             self._by_batch[batch] = {
-                k: _Candidate(deque(known[k].seconds, _TRIAL)) if known else _Candidate()
-                for k in self._ks
+                choice: _Steps.of(choice.k, known[choice].seconds if known else ())
+                for choice in itertools.starmap(
+                    Choice, itertools.product(self._ks, self._sparsities)
+                )
             }
         self._batch = batch
-        self._choose(self._best(), trying=any(self._unknown()))
+        self._choose(self._best(), trying=bool(self._unknown()))
 
     def _decide(self) -> None:
         """Try what is not known; else go on with the best; else see how another one does now."""
-        candidates = self._by_batch[self._batch]
-        unknown = [k for k in self._unknown() if k != self.k]
+        best = self._best()
+        unknown = [choice for choice in self._unknown() if choice != self.choice]
+        others = [choice for choice in self._beside(best) if choice != best]
         if unknown:
             self._choose(unknown[0], trying=True)
-        elif self._trying or len(self._ks) == 1:
-            self._choose(self._best(), trying=False)
+        elif self._trying or not others:
+            self._choose(best, trying=False)
         else:
-            others = [k for k in self._ks if k != self.k]
-            oldest = min(others, key=lambda k: candidates[k].measured_at)
-            self._choose(oldest, trying=True)
+            self._choose(min(others, key=lambda c: self._times[c].measured_at), trying=True)
 
-    def _is_hopeless(self) -> bool:
-        """Whether what is being tried is so slow that a few steps are enough to see it."""
-        rates = self._rates() if self._trying else {}
-        few = len(self._by_batch[self._batch][self.k].seconds) < _GLANCE
-        return not few and self.k in rates and rates[self.k] < _HOPELESS * max(rates.values())
+    def _beside(self, choice: Choice) -> list[Choice]:
+        """Those that differ in k, then those that differ in sparsity."""
+        ks = [Choice(k, choice.sparsity if k else 0) for k in self._ks]
+        return ks + [Choice(choice.k, s) for s in self._sparsities if choice.k and s]
 
-    def _unknown(self) -> list[int]:
-        return [k for k, candidate in self._by_batch[self._batch].items() if not candidate.seconds]
+    def _unknown(self) -> list[Choice]:
+        return [choice for choice in self._beside(self._best()) if not self._times[choice].seconds]
 
-    def _rates(self) -> dict[int, float]:
-        """Tokens a second and row of the candidates whose time is known."""
+    def _is_tried(self, age: int) -> bool:
+        """Whether the trial has shown what it can."""
+        rates = self._rates()
+        here = rates.pop(self.choice, None)
+        best = max(rates, key=rates.get, default=None)
+        if here is None or best is None:
+            return age >= _SETTLING + _TRIAL
+        ratio = here / rates[best]
+        cycles = self._acceptance[self.choice.sparsity].cycles if self._weighing else _FEW
+        glance = max(_GLANCE, self.choice.k + 1)
+        seen = cycles >= _FEW and len(self._times[self.choice].seconds) >= glance
+        if seen and ratio < _HOPELESS:
+            return True
+        if age < _SETTLING + _TRIAL:
+            return False
+        error = self._relative_error(self.choice, best) if self._weighing else 0.0
+        return error < max(_SURE, abs(ratio - 1) / 2) or age >= _RETRY
+
+    def _relative_error(self, one: Choice, other: Choice) -> float:
+        """Of the ratio of their rates, as far as it comes from what is accepted."""
+        if one.sparsity == other.sparsity and one.k and other.k:
+            return 0.0  # from the same cycles
+        return math.hypot(*(self._acceptance[s].relative_error(k) for k, s in (one, other)))
+
+    def _rates(self) -> dict[Choice, float]:
+        """Tokens a second and row of the choices whose time is known."""
         return {
-            k: self.tokens_per_cycle(k) / (k + 1) / candidate.step_seconds
-            for k, candidate in self._by_batch[self._batch].items()
-            if candidate.seconds
+            choice: self._acceptance[choice.sparsity].tokens(choice.k) / (choice.k + 1) / steps.mean
+            for choice, steps in self._times.items()
+            if steps.seconds
         }
 
-    def _best(self) -> int:
+    def _best(self) -> Choice:
         rates = self._rates()
-        best = max(rates, key=rates.get, default=self.k)
-        here = rates.get(self.k)
-        return self.k if here is not None and rates[best] < _GAIN * here else best
+        best = max(rates, key=rates.get, default=self.choice)
+        here = rates.get(self.choice)
+        if here is None:
+            return best
+        gain = _GAIN
+        if self.choice.k:  # without drafts, doubt speaks for drafting: only that ends it
+            gain = max(gain, 1 + self._relative_error(self.choice, best))
+        return self.choice if rates[best] < gain * here else best
 
-    def _choose(self, k: int, *, trying: bool) -> None:
-        self.k, self._trying, self._chosen_at = k, trying, self._steps
+    def _choose(self, choice: Choice, *, trying: bool) -> None:
+        news = choice.sparsity != self.choice.sparsity or not self.choice.k
+        self._weighing = trying and news and choice.k > 0
+        if self._weighing:
+            # What was accepted long ago says less than what is of another sparsity now.
+            self._acceptance[choice.sparsity].expect(self._acceptance[self.choice.sparsity])
+        self.choice, self._trying, self._chosen_at = choice, trying, self._steps
         if trying:
-            self._by_batch[self._batch][k].seconds.clear()
+            self._times[choice].seconds.clear()

@@ -21,7 +21,7 @@ import jax
 import numpy as np
 
 from sparsespec_jax.config import EngineConfig, SpeculationConfig
-from sparsespec_jax.engine.adaptive import AdaptiveDrafting
+from sparsespec_jax.engine.adaptive import AdaptiveDrafting, Choice
 from sparsespec_jax.engine.buckets import Buckets
 from sparsespec_jax.engine.events import TokenEvent, token_event
 from sparsespec_jax.engine.executor import Executor
@@ -74,7 +74,9 @@ class Engine:
                 f"max_position_embeddings={model.max_position_embeddings}"
             )
         self.k = speculation.ks[0]
-        self._adaptive = AdaptiveDrafting(speculation.ks) if len(speculation.ks) > 1 else None
+        self._adaptive = None
+        if len(speculation.ks) * len(speculation.sparsities) > 1:
+            self._adaptive = AdaptiveDrafting(speculation.ks, len(speculation.sparsities))
         placement = placement_of(config, placement)
         self._processes = Processes(placement.mesh)
         device = placement.mesh.local_devices[0]
@@ -204,8 +206,8 @@ class Engine:
     def _run(self) -> None:
         while not self._failed:
             try:
-                k = None if self._adaptive is None else self._adaptive.k
-                arrived, orders = self._intake.take(self._busy(), k)
+                choice = None if self._adaptive is None else self._adaptive.choice
+                arrived, orders = self._intake.take(self._busy(), choice)
                 for request in arrived:
                     self._live[request.number] = request
                     self._scheduler.add(request)
@@ -225,8 +227,8 @@ class Engine:
 
     def _advance(self, orders: Orders) -> None:
         """Dispatch one step, then read results until few enough are in flight."""
-        if orders.cycle_k is not None:
-            self._scheduler.cycle_k = orders.cycle_k
+        if orders.choice is not None:
+            self._scheduler.choice = Choice(*orders.choice)
         planned = self._scheduler.plan()
         if planned is not None:
             self._executor.compile(planned.bucket)  # before any process has gone on
@@ -274,10 +276,11 @@ class Engine:
             self._read_row(emitting, unpacked)
 
     def _step_seconds(self, planned: PlannedStep) -> float | None:
-        """Since the result before; None if something else than a step of `k` took time, too."""
+        """Since the result before; None if something else than a step as chosen took time, too."""
         now, compiled = time.perf_counter(), self._executor.stats.compiled
         (since, known), self._last_read = self._last_read, (now, compiled)
-        ordinary = not planned.moves and planned.k == self._adaptive.k and compiled == known
+        ordinary = not planned.moves and planned.choice == self._adaptive.choice
+        ordinary &= compiled == known
         return now - since if ordinary and since is not None else None
 
     def _read_row(self, emitting: Emitting, result: StepResult) -> None:
@@ -295,7 +298,7 @@ class Engine:
         if emitted and emitting.n_drafts is not None:
             accepted = int(result.accepted[entry])
             if self._adaptive is not None and finish == RUNNING:
-                self._adaptive.note_cycle(emitting.n_drafts, accepted)
+                self._adaptive.note_cycle(emitting.n_drafts, accepted, emitting.sparsity)
             stats.count_cycle(self.k, emitting.n_drafts, accepted, emitted, last=finish != RUNNING)
         event = token_event(request, result, entry)
         if event is not None:

@@ -63,15 +63,15 @@ class Intake:
             self._requests.clear()
         return left
 
-    def take(self, busy: bool, cycle_k: int | None) -> tuple[list[Request], Orders]:
+    def take(self, busy: bool, choice: tuple[int, ...] | None) -> tuple[list[Request], Orders]:
         """New requests, and what else to do before the next step; blocks while there is nothing.
 
-        busy: whether there is a next step anyway. cycle_k: drafts of the cycles that start, if this
+        busy: whether there is a next step anyway. choice: what cycles that start draft, if this
         process is the first.
         """
-        return self._lead(busy, cycle_k) if self._processes.leads else self._follow()
+        return self._lead(busy, choice) if self._processes.leads else self._follow()
 
-    def _lead(self, busy: bool, cycle_k: int | None) -> tuple[list[Request], Orders]:
+    def _lead(self, busy: bool, choice: tuple[int, ...] | None) -> tuple[list[Request], Orders]:
         with self.wake:
             asked = self._processes.asked_to_stop
             while not (busy or self._requests or self._cancelled or self.closed or asked()):
@@ -79,7 +79,7 @@ class Intake:
             self.closed |= asked()
             arrived, self._requests = list(self._requests), deque()
             cancelled, self._cancelled = tuple(sorted(self._cancelled)), set()
-            orders = Orders(len(arrived), cancelled, cycle_k, self.closed)
+            orders = Orders(len(arrived), cancelled, choice, self.closed)
         self._processes.give_orders(orders)
         return arrived, orders
 

@@ -19,6 +19,7 @@ class Row:
     first_phase: where in its cycle it started: cycles can be short.
     start: where its last cycle would have started, had it not joined the emptiest phase.
     scored: whether its last verification chose what its drafts attend to.
+    sparsity: of that choice, among the speculation's sparsities.
     sits_out: whether the host is about to verify it (delayed verification); its phase counts on.
     """
 
@@ -30,6 +31,7 @@ class Row:
     first_phase: int = 0
     start: int = 0
     scored: bool = False
+    sparsity: int = 0
     sits_out: bool = False
 
     @property

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from sparsespec_jax.config import Phases
+from sparsespec_jax.engine.adaptive import Choice
 from sparsespec_jax.engine.buckets import Buckets, Features
 from sparsespec_jax.engine.plan import Bucket, Plan
 from sparsespec_jax.engine.request import Request
@@ -27,12 +28,16 @@ PRIORITY_TURNS = 64  # earlier arrivals that a point of priority overtakes
 
 @dataclasses.dataclass(frozen=True)
 class Emitting:
-    """An entry of a step's result that belongs to somebody: row, and drafts it verified or None."""
+    """An entry of a step's result that belongs to somebody: row, and drafts it verified or None.
+
+    sparsity: which one those drafts had.
+    """
 
     row: Row
     entry: int
     most_tokens: int
     n_drafts: int | None
+    sparsity: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +45,7 @@ class PlannedStep:
     """A step to dispatch, and whom its result concerns.
 
     moves: what must happen to the KV before it, in order.
-    batch, k: decoding rows that its bucket is made for, and drafts of the cycles that start.
+    batch, choice: decoding rows that its bucket is made for, and what the cycles that start draft.
     tokens: the step's tokens that are not padding.
     stalled: rows that had to sit out, for want of slots.
     """
@@ -51,7 +56,7 @@ class PlannedStep:
     emitting: list[Emitting]
     admitted: list[Request]
     batch: int
-    k: int
+    choice: Choice
     tokens: int
     stalled: int
 
@@ -59,13 +64,14 @@ class PlannedStep:
 class Scheduler:
     """Waiting and running requests, their rows and slots; `plan` makes the next step of them.
 
-    cycle_k: drafts of the cycles that start from now on, one of the buckets' `ks`.
+    choice: what the cycles that start from now on draft, as many as one of the buckets' `ks`.
     """
 
     def __init__(self, buckets: Buckets, kv: KvManager, phases: Phases = "balanced"):
         self._buckets = buckets
         self._kv = kv
-        self._k = self.cycle_k = buckets.k
+        self._k = buckets.k
+        self.choice = Choice(self._k)
         self._phases = phases
         self._random = np.random.default_rng(0)
         self._features = Features()
@@ -193,6 +199,7 @@ class Scheduler:
         drafting, verifying = drafting[: bucket.drafts], verifying[: bucket.verifies]
         layout = self._buckets.layout(bucket)
         packed, plan = layout.empty()
+        plan.sparsity[:] = self.choice.sparsity
         updates = Updates(plan, self._kv)
 
         mapped = {row for row in drafting + verifying if updates.map(row, self._end(row))}
@@ -206,7 +213,7 @@ class Scheduler:
         tokens += int(plan.chunks[:, 2].sum())
         moves = self._kv.take_moves()
         return PlannedStep(
-            bucket, packed, moves, emitting, admitted, batch, self.cycle_k, tokens, stalled
+            bucket, packed, moves, emitting, admitted, batch, self.choice, tokens, stalled
         )
 
     def _verified_at_most(self, drafting: list[Row], verifying: list[Row]) -> int:
@@ -215,7 +222,7 @@ class Scheduler:
         With any, verification also chooses what to attend to: so where cycles draft, all do.
         """
         drafted = [row.drafted for row in verifying] + [row.drafted + 1 for row in drafting]
-        return max([self.cycle_k, *drafted])
+        return max([self.choice.k, *drafted])
 
     def _end(self, row: Row) -> int:
         """Positions that a decoding row may write to in its cycle."""
@@ -248,7 +255,7 @@ class Scheduler:
         for entry, row in enumerate(rows):
             n_drafts = row.drafted
             plan.verifies[entry] = row.index, n_drafts
-            emitting.append(Emitting(row, entry, n_drafts + 1, n_drafts))
+            emitting.append(Emitting(row, entry, n_drafts + 1, n_drafts, row.sparsity))
             row.kv.unread += n_drafts + 1
             self._begin_cycle(row, bucket)
         return emitting
@@ -301,8 +308,9 @@ class Scheduler:
         starts = row.phase is None
         row.sits_out = self._buckets.delayed
         row.scored = self._buckets.queries_of(bucket) > 1
+        row.sparsity = self.choice.sparsity
         later = int(row.sits_out)
-        row.first_phase = start = self._k - (self.cycle_k if row.scored else 0)
+        row.first_phase = start = self._k - (self.choice.k if row.scored else 0)
         if starts or start != row.start:
             row.phase, row.start = None, start
             row.first_phase = self._join(start, later)

@@ -34,13 +34,13 @@ _KEPT = 64  # turns whose keys are deleted at once
 class Orders:
     """What the leader takes in before a step.
 
-    arrived: how many new requests. cancelled: numbers of requests to end. cycle_k: drafts of the
-    cycles that start. closed: whether the engine ends.
+    arrived: how many new requests. cancelled: numbers of requests to end. choice: what the
+    cycles that start draft. closed: whether the engine ends.
     """
 
     arrived: int = 0
     cancelled: tuple[int, ...] = ()
-    cycle_k: int | None = None
+    choice: tuple[int, ...] | None = None
     closed: bool = False
 
 

@@ -72,6 +72,7 @@ class SimulatedDevice:
         self.done = np.ones(rows, bool)
         self.drafted = np.zeros(rows, np.int64)
         self.scored = np.zeros(rows, bool)
+        self.sparsity = np.zeros(rows, np.int64)  # of what each row's drafts attend to
         self.reported: dict[int, list[int]] = {}  # by rows that wait to hear what they emitted
         self.occupant: list[Script | None] = [None] * rows
         self.history = np.zeros(slots, np.uint64)  # of the KV in each slot
@@ -102,7 +103,9 @@ class SimulatedDevice:
         for query in queries:
             self._read(query)
         self._draft(drafts)
-        return self._emit(step.bucket, verifies, chunks)
+        for emitting in step.emitting:
+            assert not emitting.n_drafts or emitting.sparsity == self.sparsity[emitting.row.index]
+        return self._emit(step.bucket, plan.sparsity.item(), verifies, chunks)
 
     def _move(self, move: Move) -> None:
         """What has left its slots is not to be found there any more."""
@@ -225,7 +228,7 @@ class SimulatedDevice:
             self.tokens[row, position] = (script.token(position) + (not agrees)) % VOCAB
             self.drafted[row] += 1
 
-    def _emit(self, bucket: Bucket, verifies, chunks) -> SimulatedResult:
+    def _emit(self, bucket: Bucket, sparsity: int, verifies, chunks) -> SimulatedResult:
         tokens = [[] for _ in range(bucket.verifies + bucket.chunks)]
         finished = np.zeros(len(tokens), bool)
         for entry, (row, n_drafts) in enumerate(verifies):
@@ -233,12 +236,15 @@ class SimulatedDevice:
             while accepted < n_drafts and self._is_right(row, self.length[row] + accepted):
                 accepted += 1
             tokens[entry], finished[entry] = self._extend(row, accepted + 1)
-            self.drafted[row], self.scored[row] = 0, self.k > 0
+            self._select(row, sparsity)
         for entry, (row, _, _, final) in enumerate(chunks, start=bucket.verifies):
             if final:
                 tokens[entry], finished[entry] = self._extend(row, 1)
-                self.drafted[row], self.scored[row] = 0, self.k > 0
+                self._select(row, sparsity)
         return SimulatedResult(np.array([len(new) for new in tokens], int), finished, tokens)
+
+    def _select(self, row: int, sparsity: int) -> None:
+        self.drafted[row], self.scored[row], self.sparsity[row] = 0, self.k > 0, sparsity
 
     def _is_right(self, row: int, position: int) -> bool:
         return self.tokens[row, position] == self.occupant[row].token(position)

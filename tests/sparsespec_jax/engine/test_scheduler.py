@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparsespec_jax.engine import plan as plan_module
+from sparsespec_jax.engine.adaptive import Choice
 from sparsespec_jax.engine.buckets import Buckets
 from sparsespec_jax.engine.request import Request
 from sparsespec_jax.engine.scheduler import PRIORITY_TURNS, PlannedStep, Scheduler
@@ -161,7 +162,8 @@ class Loop:
 
     def _advance(self) -> bool:
         if self.traffic.ks:
-            self.scheduler.cycle_k = self._ks.choice(self.buckets.ks)
+            k = self._ks.choice(self.buckets.ks)
+            self.scheduler.choice = Choice(k, self._ks.randrange(3) if k else 0)
         planned = self.scheduler.plan()
         if planned is not None:
             self.admitted += [request.request_id for request in planned.admitted]
