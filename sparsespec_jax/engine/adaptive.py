@@ -30,6 +30,7 @@ _TRIAL = 24  # steps that a choice is tried for at a time
 _SETTLING = 12  # before them: rows finish the cycles they are in
 _HOPELESS = 0.8  # or for a cycle and no longer, if it is then that far from the best
 _GLANCE = 4  # steps that such a cycle has at least
+_PRIOR = 16  # cycles that shares of another sparsity, or of old, count for
 _FEW = 8  # cycles of the batch's rows that must have been seen to say so
 _HICCUP = 4  # times the median: what a step counts for at most
 _RETRY = 4096  # steps until another choice is tried again, the one that has waited longest
@@ -66,13 +67,14 @@ class _Steps:
 class AdaptiveDrafting:
     """`choice` is what cycles that start now should draft. Knows no clock: it is told."""
 
-    def __init__(self, ks: tuple[int, ...], sparsities: int = 1):
+    def __init__(self, ks: tuple[int, ...], sparsities: int = 1, *, sits_out: int = 0):
         """`ks`: candidates; the largest is tried first, so that all shares are known early.
 
-        `sparsities`: how many there are.
+        `sparsities`: how many there are. `sits_out`: steps of a row between two cycles.
         """
         self._ks = tuple(sorted(ks, reverse=True))
         self._sparsities = range(sparsities)
+        self._sits_out = sits_out
         self.choice = Choice(self._ks[0])
         self._acceptance = [Acceptance(self.choice.k) for _ in self._sparsities]
         self._by_batch: dict[int, dict[Choice, _Steps]] = {}
@@ -85,7 +87,7 @@ class AdaptiveDrafting:
 
     def note_cycle(self, n_drafts: int, accepted: int, sparsity: int = 0) -> None:
         """A row verified `n_drafts` drafts of that sparsity and kept the first `accepted`."""
-        self._acceptance[sparsity].note(n_drafts, accepted)
+        self._acceptance[sparsity].note([place < accepted for place in range(n_drafts)])
 
     def note_step(self, batch: int, seconds: float | None) -> None:
         """A step of a batch of size `batch` took so long; None if it was no ordinary one."""
@@ -105,6 +107,19 @@ class AdaptiveDrafting:
             self._decide()
         elif age % _TRIAL == 0 and (best := self._best()) != self.choice:
             self._choose(best, trying=True)  # this one has become slower; how is that one now?
+
+    def cycle_steps(self, k: int) -> int:
+        """From one cycle of `k` drafts to the next."""
+        return k + 1 + self._sits_out
+
+    def seconds(self, choice: Choice) -> float | None:
+        """Of a step of the present batch, if known."""
+        steps = self._by_batch.get(self._batch, {}).get(choice)
+        return steps.mean if steps and steps.seconds else None
+
+    def acceptance(self, sparsity: int) -> Acceptance:
+        """Of all rows' drafts of that sparsity."""
+        return self._acceptance[sparsity]
 
     @property
     def _times(self) -> dict[Choice, _Steps]:
@@ -171,7 +186,9 @@ class AdaptiveDrafting:
     def _rates(self) -> dict[Choice, float]:
         """Tokens a second and row of the choices whose time is known."""
         return {
-            choice: self._acceptance[choice.sparsity].tokens(choice.k) / (choice.k + 1) / steps.mean
+            choice: self._acceptance[choice.sparsity].tokens(choice.k)
+            / self.cycle_steps(choice.k)
+            / steps.mean
             for choice, steps in self._times.items()
             if steps.seconds
         }
@@ -192,7 +209,8 @@ class AdaptiveDrafting:
         self._weighing = trying and news and choice.k > 0
         if self._weighing:
             # What was accepted long ago says less than what is of another sparsity now.
-            self._acceptance[choice.sparsity].expect(self._acceptance[self.choice.sparsity])
+            now = self._acceptance[self.choice.sparsity]
+            self._acceptance[choice.sparsity].expect(now, _PRIOR)
         self.choice, self._trying, self._chosen_at = choice, trying, self._steps
         if trying:
             self._times[choice].seconds.clear()

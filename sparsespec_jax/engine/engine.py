@@ -30,6 +30,7 @@ from sparsespec_jax.engine.intake import Intake
 from sparsespec_jax.engine.limits import Limits
 from sparsespec_jax.engine.plan import StepResult
 from sparsespec_jax.engine.request import Request
+from sparsespec_jax.engine.row_drafting import RowDrafting
 from sparsespec_jax.engine.scheduler import Emitting, PlannedStep, Scheduler
 from sparsespec_jax.engine.stats import EngineStats, StepCounters
 from sparsespec_jax.kv.manager import KvManager
@@ -76,7 +77,11 @@ class Engine:
         self.k = speculation.ks[0]
         self._adaptive = None
         if len(speculation.ks) * len(speculation.sparsities) > 1:
-            self._adaptive = AdaptiveDrafting(speculation.ks, len(speculation.sparsities))
+            self._adaptive = AdaptiveDrafting(
+                speculation.ks,
+                len(speculation.sparsities),
+                sits_out=int(config.overlap == "delayed"),
+            )
         placement = placement_of(config, placement)
         self._processes = Processes(placement.mesh)
         device = placement.mesh.local_devices[0]
@@ -122,8 +127,12 @@ class Engine:
     def _reset_host(self) -> None:
         self._space = KvSpace(self._slots, self._kv_chunk, self._host_chunks)
         kv = KvManager(self._space, self.config.kv_policy, self.k, CHUNKS_PER_STEP)
+        self._row_drafting = None
+        alone = not self._processes.several  # for what depends on how long steps took
+        if len(self.speculation.ks) > 1 and self.config.phases == "balanced" and alone:
+            self._row_drafting = RowDrafting(self.speculation, self._adaptive)
         self._kv_stats = kv.stats
-        self._scheduler = Scheduler(self._buckets, kv, self.config.phases)
+        self._scheduler = Scheduler(self._buckets, kv, self.config.phases, self._row_drafting)
         self._in_flight: deque[tuple[PlannedStep, jax.Array, Future[Verdict] | None]] = deque()
         self._live: dict[int, Request] = {}  # by number
 
@@ -297,12 +306,19 @@ class Engine:
             self._counters.output_tokens += emitted
         if emitted and emitting.n_drafts is not None:
             accepted = int(result.accepted[entry])
-            if self._adaptive is not None and finish == RUNNING:
-                self._adaptive.note_cycle(emitting.n_drafts, accepted, emitting.sparsity)
+            if finish == RUNNING:
+                self._note_cycle(emitting, accepted)
             stats.count_cycle(self.k, emitting.n_drafts, accepted, emitted, last=finish != RUNNING)
         event = token_event(request, result, entry)
         if event is not None:
             self._send(request, event)
+
+    def _note_cycle(self, emitting: Emitting, accepted: int) -> None:
+        row, n_drafts, sparsity = emitting.row, emitting.n_drafts, emitting.sparsity
+        if self._row_drafting is not None:
+            self._row_drafting.note_cycle(row, n_drafts, accepted, sparsity, apart=emitting.apart)
+        elif self._adaptive is not None:
+            self._adaptive.note_cycle(n_drafts, accepted, sparsity)
 
     def _send(self, request: Request, event: TokenEvent) -> None:
         """Deliver an event. A sink that raises loses its request, and nobody else's."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from sparsespec_jax.engine.acceptance import Acceptance
 from sparsespec_jax.engine.request import Request
 from sparsespec_jax.kv.manager import Holding
 
@@ -20,6 +21,10 @@ class Row:
     start: where its last cycle would have started, had it not joined the emptiest phase.
     scored: whether its last verification chose what its drafts attend to.
     sparsity: of that choice, among the speculation's sparsities.
+    drafts: of its cycle, if that started in no later phase; apart: whether others make more.
+    waited: steps for a place among those that verify.
+    acceptance: of its own drafts. cycles_apart, retries: how long it has drafted less than others,
+      and how often it tried again what they do.
     sits_out: whether the host is about to verify it (delayed verification); its phase counts on.
     """
 
@@ -32,6 +37,12 @@ class Row:
     start: int = 0
     scored: bool = False
     sparsity: int = 0
+    drafts: int = 0
+    apart: bool = False
+    waited: int = 0
+    acceptance: Acceptance | None = None
+    cycles_apart: int = 0
+    retries: int = 0
     sits_out: bool = False
 
     @property

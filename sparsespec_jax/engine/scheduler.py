@@ -19,6 +19,7 @@ from sparsespec_jax.engine.buckets import Buckets, Features
 from sparsespec_jax.engine.plan import Bucket, Plan
 from sparsespec_jax.engine.request import Request
 from sparsespec_jax.engine.row import Row
+from sparsespec_jax.engine.row_drafting import RowDrafting
 from sparsespec_jax.engine.updates import Updates
 from sparsespec_jax.kv.manager import Holding, KvManager
 from sparsespec_jax.kv.space import Move
@@ -30,7 +31,7 @@ PRIORITY_TURNS = 64  # earlier arrivals that a point of priority overtakes
 class Emitting:
     """An entry of a step's result that belongs to somebody: row, and drafts it verified or None.
 
-    sparsity: which one those drafts had.
+    sparsity: which one those drafts had. apart: whether they were fewer than others made.
     """
 
     row: Row
@@ -38,6 +39,7 @@ class Emitting:
     most_tokens: int
     n_drafts: int | None
     sparsity: int = 0
+    apart: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,12 +69,19 @@ class Scheduler:
     choice: what the cycles that start from now on draft, as many as one of the buckets' `ks`.
     """
 
-    def __init__(self, buckets: Buckets, kv: KvManager, phases: Phases = "balanced"):
+    def __init__(
+        self,
+        buckets: Buckets,
+        kv: KvManager,
+        phases: Phases = "balanced",
+        row_drafting: RowDrafting | None = None,
+    ):
         self._buckets = buckets
         self._kv = kv
         self._k = buckets.k
         self.choice = Choice(self._k)
         self._phases = phases
+        self._row_drafting = row_drafting
         self._random = np.random.default_rng(0)
         self._features = Features()
         self._arrivals = itertools.count()
@@ -195,7 +204,15 @@ class Scheduler:
             k=self._verified_at_most(drafting, verifying),
         )
         batch = self._buckets.batch(max(1, len(drafting) + len(verifying)))
-        # Who finds no place drafts or verifies a step later.
+        # Who finds no place drafts or verifies a step later; who drafts less waits for the others.
+        verifying.sort(key=lambda row: -(row.drafted + row.waited))
+        for row in verifying[bucket.verifies :]:
+            row.waited += 1
+        if self._row_drafting is not None:
+            few = batch <= self.choice.k  # steps of few rows verify now and then only
+            self._row_drafting.update(
+                self.choice, drafting + verifying, 0 if few else bucket.verifies
+            )
         drafting, verifying = drafting[: bucket.drafts], verifying[: bucket.verifies]
         layout = self._buckets.layout(bucket)
         packed, plan = layout.empty()
@@ -255,7 +272,7 @@ class Scheduler:
         for entry, row in enumerate(rows):
             n_drafts = row.drafted
             plan.verifies[entry] = row.index, n_drafts
-            emitting.append(Emitting(row, entry, n_drafts + 1, n_drafts, row.sparsity))
+            emitting.append(Emitting(row, entry, n_drafts + 1, n_drafts, row.sparsity, row.apart))
             row.kv.unread += n_drafts + 1
             self._begin_cycle(row, bucket)
         return emitting
@@ -310,7 +327,15 @@ class Scheduler:
         row.scored = self._buckets.queries_of(bucket) > 1
         row.sparsity = self.choice.sparsity
         later = int(row.sits_out)
-        row.first_phase = start = self._k - (self.choice.k if row.scored else 0)
+        row.waited = 0
+        if not row.scored:
+            row.drafts = 0
+        elif self._row_drafting is None:
+            row.drafts = self.choice.k
+        else:
+            row.drafts = self._row_drafting.drafts(row)
+        row.apart = row.scored and row.drafts < self.choice.k
+        row.first_phase = start = self._k - row.drafts
         if starts or start != row.start:
             row.phase, row.start = None, start
             row.first_phase = self._join(start, later)

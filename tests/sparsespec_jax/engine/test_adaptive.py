@@ -15,6 +15,7 @@ from sparsespec_jax.config import AUTO_KS, AUTO_SPARSITIES, SpeculationConfig
 from sparsespec_jax.engine import engine as engine_module
 from sparsespec_jax.engine.acceptance import Acceptance
 from sparsespec_jax.engine.adaptive import AdaptiveDrafting, Choice
+from sparsespec_jax.engine.row_drafting import RowDrafting
 from sparsespec_jax.kv import manager as manager_module
 from tests.engine_runs import assert_same, run
 from tests.sparsespec_jax.test_lossless import (
@@ -137,6 +138,17 @@ def test_speculation_that_does_not_pay_is_off():
     assert Run().steps(400, 0.8, times_by_k(1, 1, 1, 1)).adaptive.choice.k == 0
 
 
+@pytest.mark.parametrize(("sits_out", "best"), [(0, 0), (1, 4)])
+def test_steps_that_rows_sit_out_after_a_cycle_count(sits_out, best):
+    """As with delayed verification: twice as many for a cycle of one step."""
+    adaptive = AdaptiveDrafting((4, 0), sits_out=sits_out)
+    for _ in range(500):
+        k = adaptive.choice.k
+        adaptive.note_cycle(k, min(2, k))
+        adaptive.note_step(16, 1.0 if k else 1.5)
+    assert adaptive.choice.k == best
+
+
 LONG_CONTEXTS = times_by_k(1.0, 1.2, 1.6, 4.0)
 
 
@@ -239,7 +251,8 @@ def test_the_error_of_what_is_accepted_is_that_of_the_mean():
     for _ in range(1000):
         acceptance = Acceptance(8)
         for _ in range(50):
-            acceptance.note(8, next((n for n in range(8) if rng.random() > 0.8), 8))
+            kept = next((n for n in range(8) if rng.random() > 0.8), 8)
+            acceptance.note([place < kept for place in range(8)])
         means.append(acceptance.tokens(8))
         errors.append(acceptance.relative_error(8))
     assert np.mean(errors) == pytest.approx(np.std(means) / np.mean(means), rel=0.1)
@@ -247,11 +260,22 @@ def test_the_error_of_what_is_accepted_is_that_of_the_mean():
     assert Acceptance(8).relative_error(0) == 0
 
 
+class RestlessRows(RowDrafting):
+    """Any of those that the others' cycles have room for."""
+
+    def __init__(self, speculation, workload):
+        super().__init__(speculation, workload)
+        self._random = random.Random(2)
+
+    def drafts(self, row):
+        return self._random.choice([k for k in AUTO_KS if k <= self._choice.k])
+
+
 class Restless(AdaptiveDrafting):
     """Something else every few steps."""
 
-    def __init__(self, ks, sparsities):
-        super().__init__(ks, sparsities)
+    def __init__(self, ks, sparsities, **options):
+        super().__init__(ks, sparsities, **options)
         self._random, self._left = random.Random(1), 0
 
     def note_step(self, batch, seconds):
@@ -285,6 +309,7 @@ def adaptive_engine(**config):
 )
 def test_however_often_it_changes_the_text_stays_the_same(config, expected, monkeypatch):
     monkeypatch.setattr(engine_module, "AdaptiveDrafting", Restless)
+    monkeypatch.setattr(engine_module, "RowDrafting", RestlessRows)
     monkeypatch.setattr(manager_module, "LOW_WATERMARK", 0)
     monkeypatch.setattr(manager_module, "HIGH_WATERMARK", 1)
     engine = adaptive_engine(**config)

@@ -17,6 +17,7 @@ from sparsespec_jax.engine import plan as plan_module
 from sparsespec_jax.engine.adaptive import Choice
 from sparsespec_jax.engine.buckets import Buckets
 from sparsespec_jax.engine.request import Request
+from sparsespec_jax.engine.row import Row
 from sparsespec_jax.engine.scheduler import PRIORITY_TURNS, PlannedStep, Scheduler
 from sparsespec_jax.kv import manager as manager_module
 from sparsespec_jax.kv.manager import KvManager
@@ -66,6 +67,7 @@ class Traffic:
     policy: str = "aggressive"
     phases: str = "balanced"
     ks: tuple[int, ...] = ()
+    by_row: bool = False
     kv_chunk: int = 4
     host_chunks: int = 1000
     watermarks: tuple[int, int] = (8, 32)
@@ -73,6 +75,19 @@ class Traffic:
     @property
     def capacity(self) -> int:
         return max(arrival.max_length for arrival in self.arrivals) + self.k + self.spare
+
+
+class AnyDrafts:
+    """In place of `RowDrafting`: each row drafts what it likes, at most as many as the others."""
+
+    def __init__(self, ks: tuple[int, ...]):
+        self._ks, self._random = ks, random.Random(0)
+
+    def update(self, choice: Choice, rows: list[Row], verifies: int) -> None:
+        self._most = choice.k
+
+    def drafts(self, row: Row) -> int:
+        return self._random.choice([k for k in self._ks if k <= self._most])
 
 
 class Step(NamedTuple):
@@ -103,7 +118,8 @@ class Loop:
         )
         self.space = KvSpace(traffic.capacity + 1, traffic.kv_chunk, traffic.host_chunks)
         self.kv = KvManager(self.space, traffic.policy, traffic.k, chunks_per_step=2)
-        self.scheduler = Scheduler(self.buckets, self.kv, traffic.phases)
+        by_row = AnyDrafts(self.buckets.ks) if traffic.by_row else None
+        self.scheduler = Scheduler(self.buckets, self.kv, traffic.phases, by_row)
         self.device = SimulatedDevice(self.buckets, traffic.capacity + 1)
         self.scripts: list[Script] = []
         self.tokens: dict[int, list[int]] = {}
@@ -282,6 +298,7 @@ def traffics(draw) -> Traffic:
         delayed=draw(st.booleans()),
         updates_per_chunk=draw(st.sampled_from([512, 1])),
         ks=draw(st.sampled_from([(), (), (0,), (0, 2)])),
+        by_row=draw(st.booleans()),
         policy=draw(st.sampled_from(["aggressive", "aggressive", "conservative"])),
         phases=draw(st.sampled_from(["balanced", "balanced", "random", "lockstep"])),
         kv_chunk=draw(st.sampled_from([1, 4, 16])),
@@ -393,6 +410,26 @@ def test_no_row_waits_longer_than_a_cycle_for_its_verification():
             verified[emitting.row.request.request_id].append(index)
     gaps = {gap for steps in verified.values() for gap in np.diff(steps).tolist()}
     assert max(gaps) <= 2 * (k + 1)
+
+
+def test_rows_that_draft_less_wait_for_the_others_but_not_for_ever():
+    """More of them than there are verify rows: those that have waited longest go first."""
+    k, batch = 4, 16
+    requests = tuple(Arrival((number,), max_new=40, agreement=1.0) for number in range(batch))
+    loop = Loop(Traffic(requests, k=k, max_batch=batch, prefill_rows=16, spare=2000))
+    numbers = range(batch // 2)
+    loop.scheduler._row_drafting = mock.Mock(
+        drafts=lambda row: 0 if row.request.request_id in numbers else k
+    )
+    loop.run()
+    gaps = {number: [] for number in range(batch)}
+    for index, step in enumerate(loop.steps):
+        for emitting in step.planned.emitting:
+            gaps[emitting.row.request.request_id].append(index)
+    gaps = {number: np.diff(steps[:10]) for number, steps in gaps.items()}
+    assert max(gaps[number].max() for number in numbers) <= k + 1
+    assert max(gaps[number].max() for number in range(batch // 2, batch)) <= 2 * (k + 1)
+    assert_all_is_well_in_the_end(loop)
 
 
 def test_the_first_in_line_is_not_overtaken_by_smaller_requests():
