@@ -95,7 +95,8 @@ class RowDrafting:
         drafting, plain = (seconds / len(contexts) for seconds in known)
         context = sum(contexts) // len(contexts)
         reads = self._reads(self._choice.k, context)
-        position = max(0.0, (plain - drafting) / max(1, context - reads))
+        more = self._reads(0, context) - reads  # none where drafts read the whole context
+        position = max(0.0, (plain - drafting) / more) if more > 0 else 0.0
         place = drafting - position * reads
         return (place, position) if place > 0 else None
 
