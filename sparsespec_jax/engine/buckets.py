@@ -67,8 +67,9 @@ class Buckets:
         self._batches = _up_to(max_batch, batch_buckets or _batch_sizes(max_batch))
         # Drafts of a full-length row sit up to k positions past the longest context.
         self.width = -(-(max_context + k + 1) // 128) * 128
-        contexts = context_buckets or _quarters(self.width, 1024, 128)
-        self._contexts = _up_to(self.width, contexts)
+        if context_buckets is None:
+            context_buckets = _quarters(self.width, 1024, 128)
+        self._contexts = _up_to(self.width, context_buckets)
 
     def most_verifies(self, rows: int, k: int | None = None) -> int:
         """Verify rows that a step of `rows` decoding rows has room for, in cycles of `k` drafts."""

@@ -50,6 +50,9 @@ logger = logging.getLogger(__name__)
 
 _REQUEST_IDS = itertools.count()  # of all engines: an id names one request
 PREFILL = {"gpu": (256, 8), "cpu": (64, 2)}  # tokens a row, rows a step
+# Below the longest. A GPU's kernels read no more than there is; XLA's attention is as wide as it is
+# compiled for.
+CONTEXT_BUCKETS = {"gpu": (), "cpu": None}
 # Dispatched steps not read yet when the next one is planned.
 STEPS_IN_FLIGHT = {"resident": 1, "delayed": 1, "sync": 0}
 
@@ -86,7 +89,8 @@ class Engine:
         self._processes = Processes(placement.mesh)
         device = placement.mesh.local_devices[0]
         kv_model = divisible(model, placement.shards)
-        chunk, chunk_rows = PREFILL["cpu" if device.platform == "cpu" else "gpu"]
+        platform = "cpu" if device.platform == "cpu" else "gpu"
+        chunk, chunk_rows = PREFILL[platform]
         self._buckets = Buckets(
             max_batch=config.max_batch,
             max_context=self.max_context,
@@ -94,7 +98,7 @@ class Engine:
             chunk=config.prefill_chunk or chunk,
             prefill_rows=config.prefill_rows or chunk_rows,
             batch_buckets=config.batch_buckets,
-            context_buckets=config.context_buckets,
+            context_buckets=config.context_buckets or CONTEXT_BUCKETS[platform],
             phases=config.phases,
             ks=speculation.ks,
             delayed=config.overlap == "delayed",
