@@ -58,7 +58,11 @@ STEPS_IN_FLIGHT = {"resident": 1, "delayed": 1, "sync": 0}
 
 
 class Engine:
-    """Generates for any number of requests at once. Thread-safe; events come on its own thread."""
+    """Generates for any number of requests at once. Thread-safe; events come on its own thread.
+
+    `params` are the model's, wherever they are, or what `load_model` has put in their places on the
+    same `placement`. Raises ValueError if they do not fit, or do not divide among its devices.
+    """
 
     def __init__(
         self,

@@ -12,9 +12,8 @@ import time
 from collections import deque
 
 from sparsespec_jax.engine.request import Request
-from sparsespec_jax.parallel.processes import GLANCE, Orders, Processes
+from sparsespec_jax.parallel.processes import GLANCE, PATIENCE, Orders, Processes
 
-PATIENCE = 60.0  # seconds that callers of other processes may be late
 _CLOSING = 30.0  # seconds that the first process may take to close as well
 
 

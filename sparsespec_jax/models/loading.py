@@ -118,6 +118,7 @@ def read_params(
     progress: bool = True,
 ) -> Params:
     """The parameters of an opened checkpoint, on their devices."""
+    place = None if placement is None else placement.assemble
     placement = placement or Placement.single_device()
     config, shards = checkpoint.config, placement.shards
     split = divisible(config, shards)
@@ -155,7 +156,7 @@ def read_params(
         disable=not progress,
     ) as bar:
         for spec, parts in zip(specs, _ahead(assemble, todo), strict=True):
-            leaves.append(placement.assemble(spec, parts))
+            leaves.append(place(spec, parts) if place else jax.device_put(parts[0]))
             bar.update(leaves[-1].nbytes)
         return jax.block_until_ready(unflatten(config, leaves))
 

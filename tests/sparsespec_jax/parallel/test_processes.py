@@ -9,7 +9,6 @@ import sys
 import pytest
 
 from tests.sparsespec_jax.parallel.process import DEVICES
-from tests.sparsespec_jax.parallel.test_tensor_parallel import PLAIN, make_engine, outputs
 
 # In this order: after the last one, the first process' devices wait for those of the second.
 SCENARIOS = ("tokens", "diverged", "missing", "stopped", "failing")
@@ -49,10 +48,10 @@ def seen() -> list[dict]:
     return [json.loads(found[-1]) for found in lines]
 
 
-def test_two_processes_emit_what_one_device_emits(seen):
+def test_two_processes_emit_what_one_device_emits(seen, expected):
     first, second = (process["tokens"] for process in seen)
     assert first == second
-    assert first["tokens"] == [entry["tokens"] for entry in outputs(make_engine(1, PLAIN))]
+    assert first["tokens"] == [entry["tokens"] for entry in expected]
     assert first["evicted"], "KV must have moved"
     assert first["drawn"][0] != first["drawn"][1], "requests without seeds draw their own"
 

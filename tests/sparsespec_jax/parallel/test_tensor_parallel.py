@@ -57,12 +57,6 @@ def outputs(engine: Engine) -> list[dict]:
     return found
 
 
-@pytest.fixture(scope="module")
-def expected() -> list[dict]:
-    """What plain decoding on one device emits."""
-    return outputs(make_engine(1, PLAIN))
-
-
 def test_plain_decoding_over_an_axis_of_a_larger_mesh(expected):
     """The other axis holds replicas; the axes' types are the caller's."""
     placement = Placement(jax.make_mesh((2, 2), ("data", "model")), axis="model")
@@ -98,7 +92,7 @@ def test_kv_that_moves_to_host_memory_and_back(expected, monkeypatch):
 def test_rejection_verification_samples_what_one_device_samples():
     """With everything selected, so that near-ties among positions change no draft."""
     speculation = SpeculationConfig(k=3, min_budget=1000, verification="rejection")
-    requests = [prompts_and_params()[number] for number in (0, 1, 5, 6)]
+    requests = [prompts_and_params()[number] for number in (0, 1, 5)]
     found = []
     for devices in (1, 4):
         engine = make_engine(devices, speculation, max_batch=3, batch_buckets=(3,))
