@@ -508,10 +508,11 @@ def test_one_packed_array_is_all_that_a_step_sends_to_the_device(engine, dispatc
     Run(engine, prompt_of(20), max_tokens=10).ended()
     assert len(dispatched) > 5
     for (before, (pools, state, _)), (after, _) in itertools.pairwise(dispatched):
-        params, old_pools, old_state, packed = after
+        params, old_pools, old_state, packed, peers = after
         assert [id(leaf) for leaf in params] == [id(leaf) for leaf in before[0]]
         assert [id(leaf) for leaf in old_pools] == [id(leaf) for leaf in jax.tree.leaves(pools)]
         assert [id(leaf) for leaf in old_state] == [id(leaf) for leaf in jax.tree.leaves(state)]
+        assert not peers
         assert len(packed) == 1
         assert type(packed[0]) is np.ndarray
         assert packed[0].dtype == np.int32
