@@ -64,16 +64,16 @@ def adapt(
 ) -> tuple[int, float]:
     """The number of drafts that adaptive drafting settles on, and tokens a second until then."""
     adaptive, rng = AdaptiveDrafting(tuple(step_seconds)), np.random.default_rng(0)
+    again = {k: itertools.cycle(found) for k, found in step_seconds.items()}
     chosen, tokens, seconds = [], 0.0, 0.0
     for _ in range(steps):
         k = adaptive.choice.k
-        took = float(rng.choice(step_seconds[k]))
+        took = next(again[k])
         tokens, seconds = tokens + tokens_a_step(batch, k, accepted), seconds + took
         chosen.append(k)
         if k:
             for _ in range(max(1, batch // (k + 1))):
-                kept = rng.random() < np.array(accepted[:k]) / np.array([1, *accepted[: k - 1]])
-                adaptive.note_cycle(k, int(np.cumprod(kept).sum()))
+                adaptive.note_cycle(k, int((rng.random() < np.array(accepted[:k])).sum()))
         adaptive.note_step(batch, took)
     return max(set(chosen), key=chosen.count), tokens / seconds
 
@@ -86,7 +86,7 @@ def main() -> None:
     parser.add_argument("--memory-gib", type=float, default=125, help="for weights and KV")
     parser.add_argument("--slots", type=int, default=300_000, help="of the pool, shared by rows")
     parser.add_argument("--accepted", type=float, nargs="+", default=ACCEPTED)
-    parser.add_argument("--steps", type=int, default=27, help="in a window")
+    parser.add_argument("--steps", type=int, default=45, help="in a window: whole cycles of 9, 5, 3")
     parser.add_argument("--auto-steps", type=int, default=2000)
     parser.add_argument("--temperature", type=float, default=0.65)
     parser.add_argument("--dtype", default="bfloat16")
