@@ -45,7 +45,7 @@ def gumbel_noise(
     key0, key1 = row_key(seed, position, stream)
     start = jnp.asarray(vocab_start).astype(jnp.uint32)
     ids = start + lax.broadcasted_iota(jnp.uint32, (1, vocab_size), 1)
-    return gumbel(mix(mix(ids ^ key0[:, None]) ^ key1[:, None]))
+    return gumbel(token_bits(ids, key0[:, None], key1[:, None]))
 
 
 def uniform_noise(seed: Array, position: Array, stream: int = ACCEPT_STREAM) -> Array:
@@ -72,11 +72,32 @@ def threefry2x32(key: tuple[Array, Array], counter: tuple[Array, Array]) -> tupl
     return x0, x1
 
 
+def token_bits(ids: Array, key0: Array, key1: Array) -> Array:
+    """A hash of token ids uint32 under a row's two key words: mix(mix(ids ^ key0) ^ key1).
+
+    The fold that ends the inner `mix` and the one that starts the outer undo each other.
+    """
+    return fold(unfolded_bits(fold(ids), fold(key0), fold(key1)))
+
+
+def unfolded_bits(ids: Array, key0: Array, key1: Array) -> Array:
+    """What `token_bits` folds, of folded arguments: they differ by less than 2**-16 of either."""
+    return _scramble(_scramble(ids ^ key0) ^ key1)
+
+
 def mix(bits: Array) -> Array:
     """lowbias32: a bijection of uint32 in which every input bit flips every output bit evenly."""
-    bits = (bits ^ (bits >> np.uint32(16))) * np.uint32(0x7FEB352D)
-    bits = (bits ^ (bits >> np.uint32(15))) * np.uint32(0x846CA68B)
+    return fold(_scramble(fold(bits)))
+
+
+def fold(bits: Array) -> Array:
+    """Its own inverse; fold(a ^ b) is fold(a) ^ fold(b)."""
     return bits ^ (bits >> np.uint32(16))
+
+
+def _scramble(bits: Array) -> Array:
+    bits = bits * np.uint32(0x7FEB352D)
+    return (bits ^ (bits >> np.uint32(15))) * np.uint32(0x846CA68B)
 
 
 def unit(bits: Array) -> Array:

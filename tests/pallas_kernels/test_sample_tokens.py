@@ -93,6 +93,11 @@ class TestNoise:
         as_words = lambda pair: tuple(jnp.uint32(word) for word in pair)  # noqa: E731
         assert tuple(map(int, threefry2x32(as_words(key), as_words(counter)))) == expected
 
+    def test_token_bits_are_two_rounds_of_the_finaliser(self):
+        ids, key0, key1 = np.random.default_rng(0).integers(0, 2**32, (3, 1000), np.uint32)
+        expected = noise.mix(noise.mix(ids ^ key0) ^ key1)
+        np.testing.assert_array_equal(noise.token_bits(ids, key0, key1), expected)
+
     @pytest.mark.parametrize(("start", "size"), [(0, 1), (0, 7), (13, 1), (500, 33), (999, 1)])
     def test_a_slice_of_the_vocabulary_has_the_bits_of_the_whole(self, start, size):
         seed, position = seeds_of(1, 2**40), jnp.asarray([5, 6])
