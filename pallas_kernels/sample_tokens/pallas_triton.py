@@ -1,22 +1,25 @@
 """`sample_tokens` in Pallas (Triton lowering): one pass over the logits, no [S, V] temporary.
 
-- scan: one program per row and chunk of the vocabulary. It hashes every token id, but takes the
-  logarithms of the noise approximately, and keeps only the chunk's best noisy score. With filters
-  it also keeps the chunk's normaliser and the largest logit of every 16 ids (a group).
+- scan: one program per row and part of the vocabulary. It keeps an upper bound of the part's noisy
+  scores: it hashes every token id, but compares tokens by their odds, exp(logit) / u, and takes one
+  logarithm a part. With filters it also keeps the part's normaliser and the largest logit of every
+  16 ids (a group).
 - collect, with filters: one program per row lists the groups with the largest maxima. They hold the
   row's largest logits, all of them down to a bound.
-- pick: one program per row. Without filters it scores anew, exactly, the chunks whose best comes
-  within the error of the row's best: nearly always one. With filters it finds the top_k threshold
-  by bisection in the list, takes the best token above it, and asks whether the tokens above that
-  one have the mass of top_p already; if so, the best of those is next, and so on: one or two
-  rounds, for what is drawn is likely to be kept. Rows whose filters keep more than the list holds
-  (over 512 tokens, at least) go the same way over the logits in memory: slower, never wrong.
+- pick: one program per row. Without filters it scores exactly the part of the highest bound, and
+  then those whose bound is above the best score so far: nearly always none. With filters it finds
+  the top_k threshold by bisection in the list, takes the best token above it, and asks whether the
+  tokens above that one have the mass of top_p already; if so, the best of those is next, and so on:
+  one or two rounds, for what is drawn is likely to be kept. Rows whose filters keep more than the
+  list holds (over 512 tokens, at least) go the same way over the logits in memory: slower, never
+  wrong.
 
 Exact scores are computed by the very operations of the reference, from the same device functions,
 and so are the tokens. Only sums of probabilities, on which top_p depends, have their own order.
 
 Nothing depends on the number of rows. Biased and withheld ids are patched in registers, and only in
-the chunks that hold one.
+the parts that hold one. Without filters the scan does not know of them: bounds of untouched logits
+still hold where logits are lowered, and pick scores all biased ids, which may be raised.
 """
 
 import dataclasses
@@ -34,18 +37,29 @@ from jax.experimental.pallas import triton as plt
 
 from pallas_kernels.sample_tokens.args import Best, SampleArgs
 from pallas_kernels.sample_tokens.filters import float_of_bits, ordered_bits
-from pallas_kernels.sample_tokens.noise import SAMPLE_STREAM, gumbel, mix, row_key
+from pallas_kernels.sample_tokens.noise import (
+    SAMPLE_STREAM,
+    fold,
+    gumbel,
+    row_key,
+    token_bits,
+    unfolded_bits,
+)
 
 _LOG2E = math.log2(math.e)
 _NO_ID = np.int32(2**31 - 1)
 _TOP_BIT = np.uint32(1 << 31)
+_MAX_NOISE = 34.0  # more than any, to base 2
 _FEW = 16  # lanes that look at one token
 
 
 class Tiles(NamedTuple):
     """Sizes that are powers of two. Results do not depend on them, but for sums' rounding."""
 
-    chunk: int = 4096  # ids of a scan program
+    part: int = 2048  # ids of a scan program, which share one bound
+    lanes: int = 128  # of them, what is loaded at once
+    scan_warps: int = 1
+    chunk: int = 4096  # ids of a scan program with filters
     group: int = 16  # ids that share one maximum
     listed: int = 512  # groups of a list
     stream: int = 8192  # ids at a time where a whole row is read
@@ -106,6 +120,12 @@ class _Row:
         exists = at < self.vocab if mask is None else mask & (at < self.vocab)
         return plt.load(self.logits_ref.at[self.index, at], mask=exists, other=-jnp.inf)
 
+    def load_part(self, at: Array, size: int) -> Array:
+        """The untouched logits of ids of parts; see `_first_id`."""
+        if self.vocab < size:
+            return self.load(at)
+        return plt.load(self.logits_ref.at[self.index, at])
+
     def patch(self, logits: Array, at: Array, bounds: tuple[Array, Array] | None = None) -> Array:
         """Adds the sparse changes; with the bounds of contiguous ids, at no cost if none is in."""
         bias_ids, bias_values, withheld_ids, withheld = self.changes
@@ -133,71 +153,108 @@ class _Row:
         count = jnp.where(withheld[self.index] != 0, last(withheld_ids), 0)
         return lax.fori_loop(0, count, withhold, logits)
 
-    def bits(self, at: Array) -> Array:
-        ids = (at + self.vocab_start).astype(jnp.uint32)
-        return mix(mix(ids ^ self.keys[0]) ^ self.keys[1])
+    def ids(self, at: Array) -> Array:
+        return (at + self.vocab_start).astype(jnp.uint32)
 
     def tempered(self, logits: Array) -> Array:
         return logits / self.divisor
 
     def exact_scores(self, tempered: Array, at: Array) -> Array:
-        return tempered + jnp.where(self.greedy, jnp.float32(0), gumbel(self.bits(at)))
+        noise = gumbel(token_bits(self.ids(at), *self.keys))
+        return tempered + jnp.where(self.greedy, jnp.float32(0), noise)
 
-    def rough_scores(self, logits: Array, at: Array) -> Array:
-        """Scores in base 2 but for a constant (greedy rows: the logits), to within `_margin`."""
-        noisy = functools.partial(
-            _rough_scores, bits=self.bits(at), scale=_LOG2E / self.divisor, interpret=self.interpret
-        )
-        return lax.cond(self.greedy, lambda logits: logits, noisy, logits)
+    def bound(
+        self, logits: list[Array], at: Array, high: Array, aligned: Array | bool = False
+    ) -> Array:
+        """An upper bound, to within `_margin`, of a part's base 2 scores (greedy rows: logits).
+
+        Args:
+          logits: the part's, in blocks of one shape that follow each other.
+          at: local ids of the first block.
+          high: the largest of the logits.
+          aligned: whether the first id is a multiple of the part's length, a power of two.
+        """
+        keys = [fold(key) for key in self.keys]
+
+        def noisy(high, aligned):
+            scale = _LOG2E / self.divisor
+            shift = jnp.where(high > -jnp.inf, high, 0) * scale
+            first = fold(self.ids(at))
+            odds = []
+            for i, block in enumerate(logits):
+                offset = i * block.size
+                ids = first ^ np.uint32(offset) if aligned else fold(self.ids(at + offset))
+                bits = unfolded_bits(ids, *keys)
+                odds.append(_odds(block, bits, scale, -shift, self.interpret))
+            noise = jnp.log2(_max(functools.reduce(jnp.maximum, odds))) + 32
+            # Odds of huge scores leave float32's range; noise is less than their margin.
+            return shift + jnp.where(jnp.abs(shift) < 2.0**29, noise, _MAX_NOISE)
+
+        def either(high):
+            fast, general = (functools.partial(noisy, aligned=value) for value in (True, False))
+            return general(high) if len(logits) == 1 else lax.cond(aligned, fast, general, high)
+
+        return lax.cond(self.greedy, lambda high: high, either, high)
+
+    def least_bound(self, score: Array) -> Array:
+        """A part with a lower bound has no token with a better (exact) score."""
+        base_2 = score * _LOG2E
+        return jnp.where(self.greedy, score, base_2 - _margin(base_2))
 
 
-def _rough_scores(logits: Array, bits: Array, scale: Array, interpret: bool) -> Array:
-    """scale * logits - log2(log2(e) * -log1p(-u)), u = unit(bits); a series where u is small.
+def _odds(logits: Array, bits: Array, scale: Array, shift: Array, interpret: bool) -> Array:
+    """2**(scale * logits + shift) * (1 / u - 1 / 2) / 2**32, for u = bits / 2**32.
+
+    1 / -log1p(-u) is less than 1 / u - 1 / 2, and nearly that where u is small.
 
     The kernel is bound by its instructions, and the compiler fuses no multiplication with an
     addition: hence assembly.
     """
     if interpret:
-        u = bits.astype(jnp.float32) * np.float32(2.0**-32) + np.float32(2.0**-33)
-        series = u * (u * (u * np.float32(_LOG2E / 3) + np.float32(_LOG2E / 2)) + _LOG2E)
-        exact = -jnp.log2(jnp.maximum(1 - u, np.float32(2.0**-24)))
-        return logits * scale - jnp.log2(jnp.where(u < 1 / 32, series, exact))
-    [scores] = plt.elementwise_inline_asm(
-        _ROUGH_SCORES,
-        args=[bits, logits, jnp.broadcast_to(scale, logits.shape)],
-        constraints="=f,r,f,f",
+        return jnp.exp2(logits * scale + shift) * (1 / bits.astype(jnp.float32) - 2.0**-33)
+    [odds] = plt.elementwise_inline_asm(
+        _ODDS,
+        args=[jnp.broadcast_to(x, logits.shape) for x in (logits, bits, scale, shift)],
+        constraints="=f,f,r,f,f",
         pack=1,
         result_shape_dtypes=[jax.ShapeDtypeStruct(logits.shape, jnp.float32)],
     )
-    return scores
+    return odds
 
 
-def _ptx(x: float) -> str:
-    return f"0f{np.float32(x).view(np.uint32):08X}"
+_ODDS = """{
+    .reg .f32 inverse, power;
+    cvt.rn.f32.u32 inverse, $2;
+    rcp.approx.ftz.f32 inverse, inverse;
+    add.rn.ftz.f32 inverse, inverse, 0fAF000000;
+    fma.rn.ftz.f32 power, $1, $3, $4;
+    ex2.approx.ftz.f32 power, power;
+    mul.rn.ftz.f32 $0, power, inverse;
+}"""  # 0fAF000000 is -2**-33
 
 
-_ROUGH_SCORES = f"""{{
-    .reg .f32 u, series, log; .reg .pred small;
-    cvt.rn.f32.u32 u, $1;
-    fma.rn.ftz.f32 u, u, {_ptx(2.0**-32)}, {_ptx(2.0**-33)};
-    fma.rn.ftz.f32 series, u, {_ptx(_LOG2E / 3)}, {_ptx(_LOG2E / 2)};
-    fma.rn.ftz.f32 series, series, u, {_ptx(_LOG2E)};
-    mul.rn.ftz.f32 series, series, u;
-    sub.rn.ftz.f32 log, {_ptx(1)}, u;
-    max.ftz.f32 log, log, {_ptx(2.0**-24)};
-    lg2.approx.ftz.f32 log, log;
-    neg.ftz.f32 log, log;
-    setp.lt.ftz.f32 small, u, {_ptx(1 / 32)};
-    selp.f32 log, series, log, small;
-    lg2.approx.ftz.f32 log, log;
-    neg.ftz.f32 log, log;
-    fma.rn.ftz.f32 $0, $2, $3, log;
-}}"""
+def _higher(one: Array, other: Array, interpret: bool) -> Array:
+    """The maximum, NaN if either is, in one instruction."""
+    if interpret:
+        return jnp.maximum(one, other)
+    [higher] = plt.elementwise_inline_asm(
+        "max.NaN.f32 $0, $1, $2;",
+        args=[one, other],
+        constraints="=f,f,f",
+        pack=1,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(one.shape, jnp.float32)],
+    )
+    return higher
 
 
 def _margin(best: Array) -> Array:
-    """By how much two rough scores may be in the wrong order: 20 times what errors add up to."""
+    """By how much a bound may be too low: 20 times what its errors add up to."""
     return 2.0**-9 + jnp.abs(best) * 2.0**-16
+
+
+def _first_id(part: Array, size: int, vocab: int) -> Array:
+    """Of a part; the last one overlaps its predecessor, so that no id is beyond the vocabulary."""
+    return jnp.minimum(part * size, max(vocab - size, 0))
 
 
 def _better(one: tuple[Array, Array], other: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -220,12 +277,45 @@ def _scan_kernel(
     key0_ref,
     key1_ref,
     start_ref,
+    logits_ref,
+    bound_ref,
+    peak_ref,
+    *,
+    vocab: int,
+    tiles: Tiles,
+    interpret: bool,
+):
+    p, r = pl.program_id(0), pl.program_id(1)
+    # All small loads before anything waits for one of them.
+    position, temperature, start = position_ref[r], temperature_ref[r], start_ref[0]
+    keys = key0_ref[r], key1_ref[r]
+
+    @pl.when(position >= 0)
+    def _():
+        row = _Row(r, temperature, keys, start, None, logits_ref, vocab, interpret)
+        low = _first_id(p, tiles.part, vocab)
+        at = low + jnp.arange(tiles.lanes)
+        offsets = range(0, tiles.part, tiles.lanes)
+        logits = [row.load_part(at + offset, tiles.part) for offset in offsets]
+        high = functools.reduce(functools.partial(_higher, interpret=interpret), logits)
+        peak = jnp.where(high < jnp.inf, high, jnp.inf).max()  # Triton's maximum ignores NaN
+        peak_ref[r, p] = peak
+        bound_ref[r, p] = row.bound(logits, at, peak, (start + low) % tiles.part == 0)
+
+
+def _scan_with_filters_kernel(
+    position_ref,
+    temperature_ref,
+    key0_ref,
+    key1_ref,
+    start_ref,
     *refs,
     vocab: int,
     tiles: Tiles,
     interpret: bool,
 ):
-    changes, (logits_ref, rough_ref, peak_ref, *filter_refs) = Changes(*refs[:4]), refs[4:]
+    changes = Changes(*refs[:4])
+    logits_ref, bound_ref, peak_ref, group_ref, high_ref, norm_ref = refs[4:]
     c, r = pl.program_id(0), pl.program_id(1)
 
     @pl.when(position_ref[r] >= 0)
@@ -242,20 +332,15 @@ def _scan_kernel(
         )
         low = c * tiles.chunk
         n_groups = tiles.chunk // tiles.group
-        at = low + jnp.arange(tiles.chunk)
-        if filter_refs:
-            at = low + _grid(n_groups, tiles.group)
+        at = low + _grid(n_groups, tiles.group)
         logits = row.load(at)
         peak_ref[r, c] = _max(jnp.where(logits < jnp.inf, logits, jnp.inf))
         logits = row.patch(logits, at, (low, low + tiles.chunk))
-        rough_ref[r, c] = _max(row.rough_scores(logits, at))
-        if filter_refs:
-            group_ref, high_ref, norm_ref = filter_refs
-            maxima = logits.max(1)
-            group_ref[r, c * n_groups + jnp.arange(n_groups)] = maxima
-            high, norm = _high_and_norm(logits, row.divisor)
-            high_ref[r, c] = high
-            norm_ref[r, c] = norm
+        group_ref[r, c * n_groups + jnp.arange(n_groups)] = logits.max(1)
+        high, norm = _high_and_norm(logits, row.divisor)
+        bound_ref[r, c] = row.bound([logits], at, high)
+        high_ref[r, c] = high
+        norm_ref[r, c] = norm
 
 
 def _grid(rows: int, columns: int) -> Array:
@@ -366,11 +451,11 @@ def _pick_kernel(
     start_ref,
     *refs,
     vocab: int,
-    n_chunks: int,
+    part: int,
     tiles: Tiles,
     interpret: bool,
 ):
-    changes, (logits_ref, rough_ref, peak_ref) = Changes(*refs[:4]), refs[4:7]
+    changes, (logits_ref, bound_ref, peak_ref) = Changes(*refs[:4]), refs[4:7]
     *filter_refs, token_ref, score_ref, row_peak_ref = refs[7:]
     r = pl.program_id(0)
 
@@ -386,46 +471,72 @@ def _pick_kernel(
             vocab=vocab,
             interpret=interpret,
         )
+        bound, peak = _load_row(bound_ref, r), _load_row(peak_ref, r)
 
         def rescan(_):
-            return _best_of_row(row, rough_ref, n_chunks, tiles)
+            return _best_of_row(row, bound, part)
 
         def filtered(_):
-            return _best_filtered(row, _Filters(*filter_refs), rough_ref, n_chunks, tiles)
+            return _best_filtered(row, _Filters(*filter_refs), bound, part, tiles)
 
         if filter_refs:
             is_filtered = _Filters(*filter_refs).filtered[r] != 0
             score, token = lax.cond(is_filtered, filtered, rescan, 0)
         else:
             score, token = rescan(0)
-        chunk = jnp.arange(pl.next_power_of_2(n_chunks))
-        peaks = plt.load(peak_ref.at[r, chunk], mask=chunk < n_chunks, other=-jnp.inf)
         token_ref[r] = jnp.minimum(token, vocab - 1) + start_ref[0]
         score_ref[r] = score
-        row_peak_ref[r] = peaks.max()
+        row_peak_ref[r] = peak.max()
 
 
-def _best_of_row(row: _Row, rough_ref: Any, n_chunks: int, tiles: Tiles) -> tuple[Array, Array]:
-    """Exact score and local id of the best token, without filters."""
-    chunk = jnp.arange(pl.next_power_of_2(n_chunks))
-    rough = plt.load(rough_ref.at[row.index, chunk], mask=chunk < n_chunks, other=-jnp.inf)
-    best = rough.max()
-    # Negated, so that what has no order is not skipped.
-    near = (chunk < n_chunks) & ~(rough < best - _margin(best))
+def _load_row(ref: Any, row: Array, other: float = -jnp.inf) -> Array:
+    """A whole row of [S, N], filled up to a power of two."""
+    n = ref.shape[1]
+    lane = jnp.arange(pl.next_power_of_2(n))
+    return plt.load(ref.at[row, lane], mask=lane < n, other=other)
 
-    def after(c):
-        return jnp.where(near & (chunk > c), chunk, n_chunks).min()
+
+def _best_of_row(row: _Row, bound: Array, size: int) -> tuple[Array, Array]:
+    """Exact score and local id of the best token, without filters.
+
+    Args:
+      row: the row.
+      bound: of each part's scores, filled up to a power of two.
+      size: of a part.
+    """
+    biased = _load_row(row.changes.bias_ids, row.index, other=-1)
+    part, n_parts = jnp.arange(bound.shape[0]), pl.cdiv(row.vocab, size)
+
+    def first(candidates):
+        return jnp.where(candidates, part, n_parts).min()
 
     def score(state):
-        c, found = state
-        low = c * tiles.chunk
-        at = low + jnp.arange(tiles.chunk)
-        logits = row.patch(row.load(at), at, (low, low + tiles.chunk))
+        p, left, found = state
+        low = _first_id(p, size, row.vocab)
+        at = low + jnp.arange(size)
+        logits = row.patch(row.load_part(at, size), at, (low, low + size))
+        found = _better(_argmax(row.exact_scores(row.tempered(logits), at), at), found)
+        left &= part != p
+        # Negated, so that what has no order is not skipped.
+        return first(left & ~(bound < row.least_bound(found[0]))), left, found
+
+    state = first(bound == bound.max()), part < n_parts, _best_biased(row, biased)
+    return lax.while_loop(lambda state: state[0] < n_parts, score, state)[2]
+
+
+def _best_biased(row: _Row, ids: Array) -> tuple[Array, Array]:
+    """Exact score and local id of the best of the tokens that have a bias, `ids`."""
+    at = ids - row.vocab_start
+    inside = (ids >= 0) & (at >= 0) & (at < row.vocab)
+
+    def score(_, found):
+        logits = row.patch(row.load(at, inside), at)
         scores = row.exact_scores(row.tempered(logits), at)
-        return after(c), _better(_argmax(scores, at), found)
+        return _better(_argmax(scores, jnp.where(inside, at, _NO_ID)), found)
 
     nothing = jnp.float32(-jnp.inf), _NO_ID
-    return lax.while_loop(lambda s: s[0] < n_chunks, score, (after(jnp.int32(-1)), nothing))[1]
+    # Once or never; in Triton's lowering, a conditional cannot return a constant.
+    return lax.fori_loop(0, inside.astype(jnp.int32).max(), score, nothing)
 
 
 class _Block(NamedTuple):
@@ -455,15 +566,12 @@ _Fold = Callable[[Callable[[_Block, Any], Any], Any], Any]
 
 
 def _best_filtered(
-    row: _Row, filters: _Filters, rough_ref: Any, n_chunks: int, tiles: Tiles
+    row: _Row, filters: _Filters, bound: Array, part: int, tiles: Tiles
 ) -> tuple[Array, Array]:
     """Exact score and local id of the best token that top_k, top_p and min_p keep."""
     r = row.index
     top_k, top_p, min_p = filters.top_k[r], filters.top_p[r], filters.min_p[r]
-    chunk = jnp.arange(pl.next_power_of_2(n_chunks))
-    exists = chunk < n_chunks
-    highs = plt.load(filters.high.at[r, chunk], mask=exists, other=-jnp.inf)
-    norms = plt.load(filters.norm.at[r, chunk], mask=exists, other=0)
+    highs, norms = _load_row(filters.high, r), _load_row(filters.norm, r, other=0)
     high = highs.max()
     total = (norms * jnp.exp2((highs - high) * (_LOG2E / row.divisor))).sum()
 
@@ -506,7 +614,7 @@ def _best_filtered(
     def search_row(_):
         start = jnp.maximum(_top_k_threshold(of_row, top_k), np.uint32(1))
         wanted = top_p * _mass(of_row, start)
-        first = _best_of_row(row, rough_ref, n_chunks, tiles)
+        first = _best_of_row(row, bound, part)
         return _first_kept(row, of_row, first, start, high, wanted, top_p, min_p)
 
     return lax.cond(all_in_list, search_list, search_row, 0)
@@ -631,7 +739,13 @@ def _norm_kernel(
 def _tiles(tiles: Tiles, vocab: int) -> Tiles:
     """Smaller tiles for small vocabularies."""
     most = max(tiles.group, pl.next_power_of_2(vocab))
-    return tiles._replace(chunk=min(tiles.chunk, most), stream=min(tiles.stream, most))
+    part = min(tiles.part, most)
+    return tiles._replace(
+        part=part,
+        lanes=min(tiles.lanes, part),
+        chunk=min(tiles.chunk, most),
+        stream=min(tiles.stream, most),
+    )
 
 
 def _call(kernel, out_shapes, inputs, *, grid, name, warps, interpret):
@@ -662,28 +776,34 @@ def best_tokens(
     """
     n_rows, vocab = logits.shape
     tiles = _tiles(tiles, vocab)
-    n_chunks = pl.cdiv(vocab, tiles.chunk)
     n_groups = pl.cdiv(vocab, tiles.group)
     sizes = {"vocab": vocab, "tiles": tiles, "interpret": interpret}
     f32, i32, u32 = jnp.float32, jnp.int32, jnp.uint32
     key0, key1 = row_key(args.seed, args.position, SAMPLE_STREAM)
-    start = jnp.asarray(vocab_start, i32)[None]
-    inputs = (args.position, args.temperature, key0, key1, start, *changes, logits)
+    row_inputs = args.position, args.temperature, key0, key1, jnp.asarray(vocab_start, i32)[None]
+    inputs = (*row_inputs, *changes, logits)
 
-    parts = [((n_rows, n_chunks), f32)] * 2
     if filters:
-        groups = (n_rows, n_chunks * tiles.chunk // tiles.group)
+        part, warps = tiles.chunk, tiles.warps
+        scan, scan_inputs = _scan_with_filters_kernel, inputs
+    else:
+        part, warps = tiles.part, tiles.scan_warps
+        scan, scan_inputs = _scan_kernel, (*row_inputs, logits)
+    n_parts = pl.cdiv(vocab, part)
+    parts = [((n_rows, n_parts), f32)] * 2
+    if filters:
+        groups = (n_rows, n_parts * part // tiles.group)
         parts += [(groups, f32), *parts]
-    rough, peak, *filter_parts = _call(
-        functools.partial(_scan_kernel, **sizes),
+    bound, peak, *filter_parts = _call(
+        functools.partial(scan, **sizes),
         parts,
-        inputs,
-        grid=(n_chunks, n_rows),
+        scan_inputs,
+        grid=(n_parts, n_rows),
         name="sample_scan",
-        warps=tiles.warps,
+        warps=warps,
         interpret=interpret,
     )
-    inputs += (rough, peak)
+    inputs += (bound, peak)
     if filters:
         group_maxima, high, norm = filter_parts
         active = (args.top_k > 0) | (args.top_p < 1) | (args.min_p > 0)
@@ -699,7 +819,7 @@ def best_tokens(
         )
         inputs += (args.top_k, args.top_p, args.min_p, filtered, high, norm, *lists)
     token, score, peak = _call(
-        functools.partial(_pick_kernel, n_chunks=n_chunks, **sizes),
+        functools.partial(_pick_kernel, part=part, **sizes),
         [((n_rows,), i32), ((n_rows,), f32), ((n_rows,), f32)],
         inputs,
         grid=(n_rows,),

@@ -24,7 +24,8 @@ from pallas_kernels.sample_tokens.pallas_triton import Changes, Tiles
 
 TRITON_CALL = "__gpu$xla.gpu.triton"
 ROWS = 12
-SMALL = Tiles(chunk=16, group=4, listed=4, stream=32)  # several of everything; lists overflow
+# Several of everything; lists overflow.
+SMALL = Tiles(part=16, lanes=4, chunk=16, group=4, listed=4, stream=32)
 fuzz = settings(max_examples=30, deadline=None, derandomize=True)
 
 
@@ -109,23 +110,42 @@ def test_a_long_vocabulary_with_the_real_tiles(filters):
     check(logits, args, filters=filters, tiles=Tiles())
 
 
-def test_rough_scores_err_far_less_than_the_margin():
-    """At every magnitude of the hash and of its complement, and where the formula changes."""
+def test_bounds_of_scores():
+    """At every magnitude of the hash and of its complement."""
     powers = 2 ** np.arange(32, dtype=np.uint64)
-    near = np.concatenate([powers, 2**32 - powers, [2**27], np.arange(0, 2**32, 2**17)])
+    near = np.concatenate([powers, 2**32 - powers, np.arange(0, 2**32, 2**17)])
     bits = np.concatenate([near + i for i in (-1, 0, 1)]) % 2**32
-    bits = jnp.asarray(bits.astype(np.uint32))
-    logits = jnp.linspace(-30, 30, bits.size, dtype=jnp.float32)
-    rough = jax.jit(functools.partial(pallas_triton._rough_scores, interpret=True))
-    base_2 = np.log2(np.e)
-    rough = rough(logits, bits, jnp.float32(base_2 / 0.7)) + np.log2(base_2)
-    exact = (np.asarray(logits, np.float64) / np.float32(0.7) + noise.gumbel(bits)) * base_2
-    assert np.abs(rough - exact).max() < pallas_triton._margin(jnp.float32(0)) / 20
+    bits = jnp.asarray(bits[bits > 0].astype(np.uint32))
+    logits = jnp.linspace(-15, 15, bits.size, dtype=jnp.float32)
+    base_2, shift = np.log2(np.e), jnp.float32(-25)
+    odds = jax.jit(functools.partial(pallas_triton._odds, interpret=True))
+    bound = np.log2(odds(logits, bits, jnp.float32(base_2 / 0.7), shift)) + 32 - shift
+    noise_of = noise.gumbel(noise.fold(bits))
+    exact = (np.asarray(logits, np.float64) / np.float32(0.7) + noise_of) * base_2
+    margin = pallas_triton._margin(jnp.float32(0))
+    assert (exact - bound).max() < margin / 20
+    likely = (bits > 2**16) & (bits < 2**24)  # where the best of many tokens is
+    assert np.abs(exact - bound)[likely].max() < margin / 20
 
 
-def test_scores_that_round_to_a_tie_go_to_the_lowest_id():
+def test_the_best_token_is_not_in_the_part_of_the_highest_bound():
+    """Two tokens share nearly all mass; bounds are loose where there is much of it for each."""
+    n = 2000
+    args = make_args(n, seed=seeds_of(*[3] * n), position=np.arange(n))
+    ids, own = jnp.asarray([7, 40], jnp.uint32), jnp.asarray([0.0, 1.0])
+    key0, key1 = noise.row_key(args.seed, args.position, noise.SAMPLE_STREAM)
+    bits = noise.token_bits(ids, key0[:, None], key1[:, None])
+    bound = own + jnp.log(1 / noise.unit(bits) - 0.5)
+    loose = np.asarray(bound.argmax(1) != (own + noise.gumbel(bits)).argmax(1))
+    assert loose.sum() > 5
+    logits = jnp.full((loose.sum(), 75), -30.0).at[:, ids].set(own)
+    check(logits, jax.tree.map(lambda x: x[loose], args), filters=False)
+
+
+@pytest.mark.parametrize("highest", [1e4, 1e9])
+def test_scores_that_round_to_a_tie_go_to_the_lowest_id(highest):
     """Noise is below the rounding of such logits; equal ones are in every chunk."""
-    logits = jnp.zeros((2, 75)).at[:, jnp.asarray([70, 5, 33])].set(1e4)
+    logits = jnp.zeros((2, 75)).at[:, jnp.asarray([70, 5, 33])].set(highest)
     args = make_args(2, temperature=[1e-5, 0])
     check(logits, args, filters=False)
     assert kernel(logits, args, filters=False).token[1] == 5
@@ -204,6 +224,19 @@ def test_shards_of_the_vocabulary(implementation, shards):
     expected = sample(logits, args, filters=False, implementation="xla")
     np.testing.assert_array_equal(merged.finite, expected.finite)
     np.testing.assert_array_equal(merged.token[expected.finite], expected.token[expected.finite])
+
+
+@pytest.mark.parametrize("start", [16, 17, 40])
+def test_a_shard_of_several_parts(start):
+    """Its parts may or may not begin at multiples of their size."""
+    rng = np.random.default_rng(4)
+    logits, args = random_logits(rng, ROWS, 115, 1), random_args(rng, ROWS, 115)
+    logits = logits[:, start:]
+    run = functools.partial(pallas_triton.best_tokens, filters=False, interpret=True, tiles=SMALL)
+    actual = run(logits, args, Changes.of(args), jnp.int32(start))
+    expected = best_in_shard(logits, args, start, implementation="xla")
+    np.testing.assert_array_equal(actual.token, expected.token)
+    np.testing.assert_allclose(actual.score, expected.score, rtol=1e-6, atol=1e-6)
 
 
 def test_logprobs_of_some_rows():
