@@ -86,7 +86,9 @@ def main() -> None:
     parser.add_argument("--memory-gib", type=float, default=125, help="for weights and KV")
     parser.add_argument("--slots", type=int, default=300_000, help="of the pool, shared by rows")
     parser.add_argument("--accepted", type=float, nargs="+", default=ACCEPTED)
-    parser.add_argument("--steps", type=int, default=45, help="in a window: whole cycles of 9, 5, 3")
+    parser.add_argument(
+        "--steps", type=int, default=45, help="in a window: whole cycles of 9, 5, 3"
+    )
     parser.add_argument("--auto-steps", type=int, default=2000)
     parser.add_argument("--temperature", type=float, default=0.65)
     parser.add_argument("--dtype", default="bfloat16")

@@ -8,7 +8,7 @@ from jax import Array
 from pallas_kernels import gpus
 from pallas_kernels.dispatch import Implementation, check, resolve
 from pallas_kernels.matmul import reference
-from pallas_kernels.matmul.tiles import MAX_PARTS, choose_tile
+from pallas_kernels.matmul.tiles import MAX_PARTS, choose_parts, choose_tile
 
 
 def matmul(
@@ -39,7 +39,8 @@ def matmul_parts(
     `add_norm` does not do anyway.
 
     There is no kernel for most products: `tiles.choose_tile` says which it takes. XLA does the
-    others, also of "pallas", and all of them in the interpreter. Only "xla" has a gradient.
+    others, also of "pallas", in as many parts as `tiles.choose_parts` says; and all of them, whole,
+    in the interpreter. Only "xla" has a gradient.
 
     Args:
         x: [..., *K] float16, bfloat16 or float32.
@@ -47,7 +48,7 @@ def matmul_parts(
         contracted: how many axes K has.
 
     Returns:
-        [S, ..., *N] of x's dtype; S = 1 of XLA's.
+        [S, ..., *N] of x's dtype.
     """
     return _matmul_parts(x, weight, contracted, implementation, interpret, MAX_PARTS)
 
@@ -64,13 +65,17 @@ def _matmul_parts(
     _check(x, weight, contracted)
     lead, columns = x.shape[: x.ndim - contracted], weight.shape[contracted:]
     n_rows, k, n_columns = math.prod(lead), math.prod(weight.shape[:contracted]), math.prod(columns)
-    gpu, tile = gpus.current(), None
+    gpu, tile, parts = gpus.current(), None, 1
     if x.dtype == jnp.float16:
         max_parts = 1  # a part can leave its range where the sum does not
     if pallas and not interpret and x.dtype.itemsize == 2:
         tile = choose_tile(n_rows, k, n_columns, gpu, max_parts)
-    if tile is None:
+        parts = choose_parts(n_rows, k, n_columns, gpu, max_parts)
+    if tile is None and parts == 1:
         return reference.matmul(x, weight, contracted)[None]
+    if tile is None:
+        split = reference.split_matmul(x.reshape(n_rows, k), weight.reshape(k, n_columns), parts)
+        return split.reshape(parts, *lead, *columns)
     from pallas_kernels.matmul import mosaic_gpu
 
     parts = mosaic_gpu.matmul_parts(

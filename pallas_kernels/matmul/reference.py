@@ -12,6 +12,13 @@ def matmul(x: Array, weight: Array, contracted: int = 1) -> Array:
     return lax.dot_general(x, weight, (axes, ((), ())), precision=precision(x))
 
 
+def split_matmul(x: Array, weight: Array, parts: int) -> Array:
+    """[T, K] x [K, N] to [parts, T, N], whose sum is the product."""
+    x = x.reshape(x.shape[0], parts, -1)
+    weight = weight.reshape(parts, x.shape[2], -1)
+    return lax.dot_general(x, weight, (((2,), (1,)), ((1,), (0,))), precision=precision(x))
+
+
 def add_parts(parts: Sequence[Array]) -> Array:
     """The product that parts are of: their sum in float32, rounded once."""
     if len(parts) == 1:

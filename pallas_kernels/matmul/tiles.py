@@ -1,4 +1,4 @@
-"""Tiles of the matmul kernel, and which products it takes.
+"""Tiles of the matmul kernel, which products it takes, and how XLA does the others.
 
 The kernel beats XLA's (which pick their tiles and splits by trial) where all its blocks run at
 once and leave few multiprocessors idle. Measured on an H200: at 256 rows the projections of
@@ -67,3 +67,28 @@ def choose_tile(n_rows: int, k: int, n_columns: int, gpu: Gpu, max_parts: int) -
             if one_wave and n_rows * n_columns * parts >= _MIN_SHARE * area:
                 return split
     return None
+
+
+_XLA_BLOCK = 128  # rows and columns
+_XLA_MIN_K = 512  # of a part
+_XLA_MIN_ROWS = 64  # fewer are nearly vectors, for which XLA has other kernels
+
+
+def choose_parts(n_rows: int, k: int, n_columns: int, gpu: Gpu, max_parts: int) -> int:
+    """In how many parts XLA does [n_rows, k] x [k, n_columns].
+
+    Where one kernel would leave multiprocessors idle it splits K on its own, but into float32, and
+    a kernel of its own adds that. A step of Qwen3-1.7B (136 rows) on an H200: 2.81 ms against 3.01.
+    """
+    if n_rows < _XLA_MIN_ROWS:
+        return 1
+    blocks = -(-n_rows // _XLA_BLOCK) * -(-n_columns // _XLA_BLOCK)
+    parts = 1
+    while (
+        2 * parts <= max_parts
+        and 2 * parts * blocks <= gpu.multiprocessors
+        and k % (2 * parts * K_STEP) == 0
+        and k // (2 * parts) >= _XLA_MIN_K
+    ):
+        parts *= 2
+    return parts

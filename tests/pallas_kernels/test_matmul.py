@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from pallas_kernels import matmul, matmul_parts
 from pallas_kernels.gpus import GPUS
-from pallas_kernels.matmul import mosaic_gpu
-from pallas_kernels.matmul.tiles import K_STEP, MAX_PARTS, Tile, choose_tile
+from pallas_kernels.matmul import mosaic_gpu, reference
+from pallas_kernels.matmul.tiles import K_STEP, MAX_PARTS, Tile, choose_parts, choose_tile
 
 gpu = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs an NVIDIA GPU")
 H200 = GPUS["NVIDIA H200"]
@@ -160,3 +160,29 @@ def test_compiled_op(shape):
     x, weight = operands(256, *shape[:2], "bfloat16")
     op = matmul_parts if shape[2] > 1 else lambda *args: matmul(*args)[None]
     check(op(x, weight), x, weight)
+
+
+@pytest.mark.parametrize(
+    ("n_rows", "k", "n_columns", "parts"),
+    [
+        (136, 2048, 2048, 4),
+        (136, 6144, 2048, 4),
+        (136, 2048, 4096, 2),
+        (136, 4096, 4096, 2),
+        (64, 12288, 4096, 4),
+        (136, 4096, 6144, 1),
+        (2048, 6144, 2048, 1),
+        (136, 2048, 12288, 1),
+        (136, 576, 576, 1),
+        (16, 4096, 4096, 1),
+    ],
+)
+def test_xla_splits_products_of_few_blocks(n_rows, k, n_columns, parts):
+    assert choose_parts(n_rows, k, n_columns, H200, MAX_PARTS) == parts
+    assert choose_parts(n_rows, k, n_columns, H200, 1) == 1
+
+
+@pytest.mark.parametrize("parts", [2, 4])
+def test_parts_of_xla(parts):
+    x, weight = operands(24, 1024, 96, jnp.bfloat16)
+    check(jax.jit(reference.split_matmul, static_argnums=2)(x, weight, parts), x, weight)
