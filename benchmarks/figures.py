@@ -79,7 +79,7 @@ def pool_use() -> plt.Figure:
         if away.any():
             axes[0].plot(seconds, away / row["pool_tokens"], ":", color=line.get_color())
         axes[1].plot(seconds, running, label=names[setting])
-    axes[0].set(xlabel="seconds", ylabel="share of the pool (dotted: in host memory)")
+    axes[0].set(xlabel="seconds", ylabel="share of the pool\n(dotted: in host memory)")
     axes[1].set(xlabel="seconds", ylabel="requests that run")
     axes[1].legend()
     return figure
