@@ -108,8 +108,8 @@ class EngineConfig:
         does; `sync` waits for each step (debugging). The output is the same.
       implementation: of the kernels: `pallas` on GPUs and `xla` elsewhere by default.
       batch_buckets, context_buckets: row counts and context widths that steps are compiled for;
-        None: `max_batch` and three quarters, half of it and so on; `max_context`, on a CPU also a
-        quarter of it and so on.
+        None: `max_batch` and three quarters, half of it and so on; `max_context`, a quarter of it
+        and so on, down to 1K on a CPU and 32K on a GPU.
       seed: the seeds of requests without one derive from it; None: from the operating system.
       compilation_cache_dir: keeps compiled steps between runs; None: what jax is set to.
     """

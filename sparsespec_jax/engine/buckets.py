@@ -53,6 +53,7 @@ class Buckets:
         prefill_rows: int,
         batch_buckets: tuple[int, ...] | None = None,
         context_buckets: tuple[int, ...] | None = None,
+        least_context: int = 1024,
         phases: Phases = "balanced",
         ks: tuple[int, ...] = (),
         delayed: bool = False,
@@ -67,9 +68,8 @@ class Buckets:
         self._batches = _up_to(max_batch, batch_buckets or _batch_sizes(max_batch))
         # Drafts of a full-length row sit up to k positions past the longest context.
         self.width = -(-(max_context + k + 1) // 128) * 128
-        if context_buckets is None:
-            context_buckets = _quarters(self.width, 1024, 128)
-        self._contexts = _up_to(self.width, context_buckets)
+        contexts = context_buckets or _quarters(self.width, least_context, 128)
+        self._contexts = _up_to(self.width, contexts)
 
     def most_verifies(self, rows: int, k: int | None = None) -> int:
         """Verify rows that a step of `rows` decoding rows has room for, in cycles of `k` drafts."""
@@ -152,6 +152,16 @@ class Buckets:
                 if chunks or drafts or verifies
             }
         return sorted(buckets, key=lambda bucket: (*bucket[:4], self.queries_of(bucket)))
+
+    def scores_bytes(self, layers: int, heads: int) -> int:
+        """Of the scores that the GPU's kernels write in one step, at most: its largest temporary.
+
+        `layers`, `heads`: of the model, query heads of one device.
+        """
+        if self.k == 0:
+            return 0
+        rows = max(bucket.verifies + bucket.chunks for bucket in self.main())
+        return rows * layers * heads * (self.k + 1) * self.width  # a byte each: see CodedScores
 
     def queries(self, bucket: Bucket) -> int:
         """Tokens of its steps, padding included."""

@@ -34,12 +34,12 @@ from sparsespec_jax.engine.row_drafting import RowDrafting
 from sparsespec_jax.engine.scheduler import Emitting, PlannedStep, Scheduler
 from sparsespec_jax.engine.stats import EngineStats, StepCounters
 from sparsespec_jax.kv.manager import KvManager
-from sparsespec_jax.kv.offload import CHUNKS_PER_STEP, chunk_tokens
-from sparsespec_jax.kv.pool import host_chunks, pool_slots
+from sparsespec_jax.kv.offload import CHUNKS_PER_STEP
+from sparsespec_jax.kv.sizes import kv_sizes
 from sparsespec_jax.kv.space import KvSpace
 from sparsespec_jax.models.config import ModelConfig
 from sparsespec_jax.models.parameters import Params
-from sparsespec_jax.parallel.model_shards import divisible, place_params
+from sparsespec_jax.parallel.model_shards import divisible, place_params, shard_of
 from sparsespec_jax.parallel.processes import Orders, Processes
 from sparsespec_jax.parallel.sharding import Placement, placement_of
 from sparsespec_jax.sampling.params import SamplingParams, sample_seed, validate_for_model
@@ -50,9 +50,9 @@ logger = logging.getLogger(__name__)
 
 _REQUEST_IDS = itertools.count()  # of all engines: an id names one request
 PREFILL = {"gpu": (256, 8), "cpu": (64, 2)}  # tokens a row, rows a step
-# Below the longest. A GPU's kernels read no more than there is; XLA's attention is as wide as it is
-# compiled for.
-CONTEXT_BUCKETS = {"gpu": (), "cpu": None}
+# Contexts that get a bucket of their own. A GPU's kernels read no more than there is; attention by
+# XLA is as wide as it is compiled for.
+LEAST_CONTEXT = {"gpu": 32768, "cpu": 1024}
 # Dispatched steps not read yet when the next one is planned.
 STEPS_IN_FLIGHT = {"resident": 1, "delayed": 1, "sync": 0}
 
@@ -102,7 +102,8 @@ class Engine:
             chunk=config.prefill_chunk or chunk,
             prefill_rows=config.prefill_rows or chunk_rows,
             batch_buckets=config.batch_buckets,
-            context_buckets=config.context_buckets or CONTEXT_BUCKETS[platform],
+            context_buckets=config.context_buckets,
+            least_context=LEAST_CONTEXT[platform],
             phases=config.phases,
             ks=speculation.ks,
             delayed=config.overlap == "delayed",
@@ -111,16 +112,16 @@ class Engine:
         dtype = params["embedding"].dtype
         # Weights first: the pool takes a share of what they leave.
         params = place_params(params, model, placement)
-        slots = pool_slots(kv_model, config, self._buckets.width, dtype, placement)
-        slots = self._processes.smallest("slots", slots)
-        chunk = chunk_tokens(kv_model.kv_bytes_per_token(dtype) // placement.shards)
-        chunks = host_chunks(kv_model, config, self._buckets.width, dtype, slots, chunk, placement)
-        chunks = self._processes.smallest("host_chunks", chunks)
+        width, part = self._buckets.width, shard_of(kv_model, placement.shards)
+        scores = 0
+        if platform == "gpu":
+            scores = self._buckets.scores_bytes(part.num_layers, part.num_heads)
+        sizes = kv_sizes(kv_model, config, width, dtype, placement, self._processes, scores)
         self._executor = Executor(
-            model, params, config, speculation, self._buckets, slots, placement, chunk, chunks
+            model, params, config, speculation, self._buckets, sizes.slots, placement, *sizes[1:]
         )
-        self._slots, self._kv_chunk, self._host_chunks = slots, chunk, chunks
-        self._limits = Limits(model.vocab_size, self.max_context, slots - 1, self.k)
+        self._slots, self._kv_chunk, self._host_chunks = sizes
+        self._limits = Limits(model.vocab_size, self.max_context, sizes.slots - 1, self.k)
         self._reset_host()
 
         entropy = secrets.randbits(64) if config.seed is None else config.seed
