@@ -21,8 +21,9 @@ import jax
 import numpy as np
 
 from sparsespec_jax.config import EngineConfig, SpeculationConfig
-from sparsespec_jax.engine.adaptive import AdaptiveDrafting, Choice
+from sparsespec_jax.engine.adaptive import Choice
 from sparsespec_jax.engine.buckets import Buckets
+from sparsespec_jax.engine.drafting import Drafting
 from sparsespec_jax.engine.events import TokenEvent, token_event
 from sparsespec_jax.engine.executor import Executor
 from sparsespec_jax.engine.host_verification import HostVerifier, Verdict
@@ -30,7 +31,6 @@ from sparsespec_jax.engine.intake import Intake
 from sparsespec_jax.engine.limits import Limits
 from sparsespec_jax.engine.plan import StepResult
 from sparsespec_jax.engine.request import Request
-from sparsespec_jax.engine.row_drafting import RowDrafting
 from sparsespec_jax.engine.scheduler import Emitting, PlannedStep, Scheduler
 from sparsespec_jax.engine.stats import EngineStats, StepCounters
 from sparsespec_jax.kv.manager import KvManager
@@ -82,15 +82,9 @@ class Engine:
                 f"max_position_embeddings={model.max_position_embeddings}"
             )
         self.k = speculation.ks[0]
-        self._adaptive = None
-        if len(speculation.ks) * len(speculation.sparsities) > 1:
-            self._adaptive = AdaptiveDrafting(
-                speculation.ks,
-                len(speculation.sparsities),
-                sits_out=int(config.overlap == "delayed"),
-            )
         placement = placement_of(config, placement)
         self._processes = Processes(placement.mesh)
+        self._drafting = Drafting(speculation, config, alone=not self._processes.several)
         device = placement.mesh.local_devices[0]
         kv_model = divisible(model, placement.shards)
         platform = "cpu" if device.platform == "cpu" else "gpu"
@@ -128,7 +122,6 @@ class Engine:
         self._entropy = self._processes.of_leader("entropy", entropy)
         self._unseeded = itertools.count()
         self._counters = StepCounters()
-        self._last_read: tuple[float | None, int] = None, 0
         self._intake = Intake(self._processes)
         self._failed = False
         self._thread: threading.Thread | None = None
@@ -136,12 +129,8 @@ class Engine:
     def _reset_host(self) -> None:
         self._space = KvSpace(self._slots, self._kv_chunk, self._host_chunks)
         kv = KvManager(self._space, self.config.kv_policy, self.k, CHUNKS_PER_STEP)
-        self._row_drafting = None
-        alone = not self._processes.several  # for what depends on how long steps took
-        if len(self.speculation.ks) > 1 and self.config.phases == "balanced" and alone:
-            self._row_drafting = RowDrafting(self.speculation, self._adaptive)
         self._kv_stats = kv.stats
-        self._scheduler = Scheduler(self._buckets, kv, self.config.phases, self._row_drafting)
+        self._scheduler = Scheduler(self._buckets, kv, self.config.phases, self._drafting.rows)
         self._in_flight: deque[tuple[PlannedStep, jax.Array, Future[Verdict] | None]] = deque()
         self._live: dict[int, Request] = {}  # by number
 
@@ -224,8 +213,7 @@ class Engine:
     def _run(self) -> None:
         while not self._failed:
             try:
-                choice = None if self._adaptive is None else self._adaptive.choice
-                arrived, orders = self._intake.take(self._busy(), choice)
+                arrived, orders = self._intake.take(self._busy(), self._drafting.choice)
                 for request in arrived:
                     self._live[request.number] = request
                     self._scheduler.add(request)
@@ -259,7 +247,7 @@ class Engine:
             self._note(planned)
         else:
             self._executor.move(self._scheduler.take_moves())
-            self._last_read = None, 0
+            self._drafting.pause()
         keep = STEPS_IN_FLIGHT[self.config.overlap] if planned is not None else 0
         while len(self._in_flight) > keep:
             self._read(*self._in_flight.popleft())
@@ -288,18 +276,9 @@ class Engine:
             if self._in_flight and not self._in_flight[-1][1].is_ready():
                 self._counters.hidden_seconds += verdict.result().seconds
         self._counters.device_wait_seconds += time.perf_counter() - start
-        if self._adaptive is not None and not planned.bucket.chunks:
-            self._adaptive.note_step(planned.batch, self._step_seconds(planned))
+        self._drafting.note_step(planned, self._executor.stats.compiled)
         for emitting in planned.emitting:
             self._read_row(emitting, unpacked)
-
-    def _step_seconds(self, planned: PlannedStep) -> float | None:
-        """Since the result before; None if something else than a step as chosen took time, too."""
-        now, compiled = time.perf_counter(), self._executor.stats.compiled
-        (since, known), self._last_read = self._last_read, (now, compiled)
-        ordinary = not planned.moves and planned.choice == self._adaptive.choice
-        ordinary &= compiled == known
-        return now - since if ordinary and since is not None else None
 
     def _read_row(self, emitting: Emitting, result: StepResult) -> None:
         entry, request = emitting.entry, emitting.row.request
@@ -316,18 +295,11 @@ class Engine:
         if emitted and emitting.n_drafts is not None:
             accepted = int(result.accepted[entry])
             if finish == RUNNING:
-                self._note_cycle(emitting, accepted)
+                self._drafting.note_cycle(emitting, accepted)
             stats.count_cycle(self.k, emitting.n_drafts, accepted, emitted, last=finish != RUNNING)
         event = token_event(request, result, entry)
         if event is not None:
             self._send(request, event)
-
-    def _note_cycle(self, emitting: Emitting, accepted: int) -> None:
-        row, n_drafts, sparsity = emitting.row, emitting.n_drafts, emitting.sparsity
-        if self._row_drafting is not None:
-            self._row_drafting.note_cycle(row, n_drafts, accepted, sparsity, apart=emitting.apart)
-        elif self._adaptive is not None:
-            self._adaptive.note_cycle(n_drafts, accepted, sparsity)
 
     def _send(self, request: Request, event: TokenEvent) -> None:
         """Deliver an event. A sink that raises loses its request, and nobody else's."""

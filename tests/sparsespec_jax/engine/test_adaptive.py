@@ -12,7 +12,7 @@ from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
 from sparsespec_jax.config import AUTO_KS, AUTO_SPARSITIES, SpeculationConfig
-from sparsespec_jax.engine import engine as engine_module
+from sparsespec_jax.engine import drafting as drafting_module
 from sparsespec_jax.engine.acceptance import Acceptance
 from sparsespec_jax.engine.adaptive import AdaptiveDrafting, Choice
 from sparsespec_jax.engine.row_drafting import RowDrafting
@@ -308,8 +308,8 @@ def adaptive_engine(**config):
     ids=["resident", "delayed, small pool"],
 )
 def test_however_often_it_changes_the_text_stays_the_same(config, expected, monkeypatch):
-    monkeypatch.setattr(engine_module, "AdaptiveDrafting", Restless)
-    monkeypatch.setattr(engine_module, "RowDrafting", RestlessRows)
+    monkeypatch.setattr(drafting_module, "AdaptiveDrafting", Restless)
+    monkeypatch.setattr(drafting_module, "RowDrafting", RestlessRows)
     monkeypatch.setattr(manager_module, "LOW_WATERMARK", 0)
     monkeypatch.setattr(manager_module, "HIGH_WATERMARK", 1)
     engine = adaptive_engine(**config)
@@ -319,22 +319,22 @@ def test_however_often_it_changes_the_text_stays_the_same(config, expected, monk
     drafted = sum(entry["stats"].drafted_at for entry in found)
     accepted = sum(entry["stats"].accepted_at for entry in found)
     assert drafted[0] > drafted[-1] > 0, "long cycles and short ones"
-    assert all(acceptance.cycles > 0 for acceptance in engine._adaptive._acceptance)
+    assert all(acceptance.cycles > 0 for acceptance in engine._drafting.workload._acceptance)
     assert 0.2 < accepted.sum() / drafted.sum() < 0.98
 
 
 def test_an_engine_that_measures_for_itself_emits_the_same(expected):
     engine = adaptive_engine()
     found = run(engine, prompts_and_params()[:5])
-    assert isinstance(engine._adaptive, AdaptiveDrafting)
-    assert sum(acceptance.cycles for acceptance in engine._adaptive._acceptance) > 0
+    assert isinstance(engine._drafting.workload, AdaptiveDrafting)
+    assert sum(acceptance.cycles for acceptance in engine._drafting.workload._acceptance) > 0
     engine.close()
     assert_same(found, expected)
 
 
 def test_what_is_fixed_is_not_adapted():
     engine = make_engine(QWEN3, SpeculationConfig(k=4))
-    assert engine._adaptive is None
+    assert engine._drafting.choice is None
     assert engine._buckets.ks == (4,)
     assert engine._executor._drafter._budgets.shape[0] == 1
     engine.close()
