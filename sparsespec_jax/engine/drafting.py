@@ -6,8 +6,8 @@ import time
 
 from sparsespec_jax.config import EngineConfig, SpeculationConfig
 from sparsespec_jax.engine.adaptive import AdaptiveDrafting, Choice
+from sparsespec_jax.engine.planned import Emitting, PlannedStep
 from sparsespec_jax.engine.row_drafting import RowDrafting
-from sparsespec_jax.engine.scheduler import Emitting, PlannedStep
 
 
 class Drafting:

@@ -30,8 +30,9 @@ from sparsespec_jax.engine.host_verification import HostVerifier, Verdict
 from sparsespec_jax.engine.intake import Intake
 from sparsespec_jax.engine.limits import Limits
 from sparsespec_jax.engine.plan import StepResult
+from sparsespec_jax.engine.planned import Emitting, PlannedStep
 from sparsespec_jax.engine.request import Request
-from sparsespec_jax.engine.scheduler import Emitting, PlannedStep, Scheduler
+from sparsespec_jax.engine.scheduler import Scheduler
 from sparsespec_jax.engine.stats import EngineStats, StepCounters
 from sparsespec_jax.kv.manager import KvManager
 from sparsespec_jax.kv.offload import CHUNKS_PER_STEP

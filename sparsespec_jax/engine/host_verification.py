@@ -19,7 +19,7 @@ import numpy as np
 from sparsespec_jax.config import Verification
 from sparsespec_jax.engine.buckets import Buckets
 from sparsespec_jax.engine.plan import NON_FINITE, StepResult
-from sparsespec_jax.engine.scheduler import Emitting, PlannedStep
+from sparsespec_jax.engine.planned import Emitting, PlannedStep
 from sparsespec_jax.sampling.rows import FIELD_WORDS, ROW_WORDS
 from sparsespec_jax.sampling.verification import LENGTH, RUNNING, STOPPED
 

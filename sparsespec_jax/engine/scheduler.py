@@ -7,7 +7,6 @@ one verification), and its length is known as a range. Rows found finished late 
 from __future__ import annotations
 
 import bisect
-import dataclasses
 import itertools
 from collections.abc import Sequence
 
@@ -17,6 +16,7 @@ from sparsespec_jax.config import Phases
 from sparsespec_jax.engine.adaptive import Choice
 from sparsespec_jax.engine.buckets import Buckets, Features
 from sparsespec_jax.engine.plan import Bucket, Plan
+from sparsespec_jax.engine.planned import Emitting, PlannedStep
 from sparsespec_jax.engine.request import Request
 from sparsespec_jax.engine.row import Row
 from sparsespec_jax.engine.row_drafting import RowDrafting
@@ -25,42 +25,6 @@ from sparsespec_jax.kv.manager import Holding, KvManager
 from sparsespec_jax.kv.space import Move
 
 PRIORITY_TURNS = 64  # earlier arrivals that a point of priority overtakes
-
-
-@dataclasses.dataclass(frozen=True)
-class Emitting:
-    """An entry of a step's result that belongs to somebody: row, and drafts it verified or None.
-
-    sparsity: which one those drafts had. apart: whether they were fewer than others made.
-    """
-
-    row: Row
-    entry: int
-    most_tokens: int
-    n_drafts: int | None
-    sparsity: int = 0
-    apart: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
-class PlannedStep:
-    """A step to dispatch, and whom its result concerns.
-
-    moves: what must happen to the KV before it, in order.
-    batch, choice: decoding rows that its bucket is made for, and what the cycles that start draft.
-    tokens: the step's tokens that are not padding.
-    stalled: rows that had to sit out, for want of slots.
-    """
-
-    bucket: Bucket
-    packed: np.ndarray
-    moves: list[Move]
-    emitting: list[Emitting]
-    admitted: list[Request]
-    batch: int
-    choice: Choice
-    tokens: int
-    stalled: int
 
 
 class Scheduler:

@@ -13,8 +13,8 @@ import numpy as np
 
 from sparsespec_jax.engine.buckets import Buckets
 from sparsespec_jax.engine.plan import Bucket, Plan
+from sparsespec_jax.engine.planned import PlannedStep
 from sparsespec_jax.engine.request import Request
-from sparsespec_jax.engine.scheduler import PlannedStep
 from sparsespec_jax.kv.allocator import TRASH_SLOT
 from sparsespec_jax.kv.space import Evict, Forget, Map, Move, Restore
 

@@ -10,9 +10,10 @@ import numpy as np
 from sparsespec_jax.config import SpeculationConfig
 from sparsespec_jax.engine.adaptive import AdaptiveDrafting
 from sparsespec_jax.engine.buckets import Buckets
+from sparsespec_jax.engine.planned import PlannedStep
 from sparsespec_jax.engine.request import Request
 from sparsespec_jax.engine.row_drafting import RowDrafting
-from sparsespec_jax.engine.scheduler import PlannedStep, Scheduler
+from sparsespec_jax.engine.scheduler import Scheduler
 from sparsespec_jax.kv.manager import KvManager
 from sparsespec_jax.kv.space import KvSpace
 from sparsespec_jax.sampling.params import SamplingParams

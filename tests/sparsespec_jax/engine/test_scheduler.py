@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 from sparsespec_jax.engine import plan as plan_module
 from sparsespec_jax.engine.adaptive import Choice
 from sparsespec_jax.engine.buckets import Buckets
+from sparsespec_jax.engine.planned import PlannedStep
 from sparsespec_jax.engine.request import Request
 from sparsespec_jax.engine.row import Row
-from sparsespec_jax.engine.scheduler import PRIORITY_TURNS, PlannedStep, Scheduler
+from sparsespec_jax.engine.scheduler import PRIORITY_TURNS, Scheduler
 from sparsespec_jax.kv import manager as manager_module
 from sparsespec_jax.kv.manager import KvManager
 from sparsespec_jax.kv.space import KvSpace
