@@ -20,6 +20,7 @@ from jax import Array
 from pallas_kernels.dispatch import Implementation, check, resolve
 from pallas_kernels.sample_tokens import reference
 from pallas_kernels.sample_tokens.args import Best, SampleArgs, Sampled, TokenScores
+from pallas_kernels.sample_tokens.changes import Changes
 
 
 def sample(
@@ -269,9 +270,9 @@ def _pallas_best(
     """Penalties are dense and rare: XLA applies them, and the kernel sees the penalised logits."""
     from pallas_kernels.sample_tokens import pallas_triton
 
-    changes, penalised = pallas_triton.Changes.of(args), logits
+    changes, penalised = Changes.of(args), logits
     if penalties:
-        changes = pallas_triton.Changes.none(logits.shape[0])
+        changes = Changes.none(logits.shape[0])
         penalised = reference.penalised_logits(logits, args, history, vocab_start)
     best = pallas_triton.best_tokens(
         penalised,
@@ -307,7 +308,7 @@ def _pallas_scores(
     tokens = _local(tokens, vocab_start)
     inside = (tokens >= 0) & (tokens < logits.shape[1])
     normaliser = pallas_triton.log_normalisers(
-        logits, rows, divisor, pallas_triton.Changes.of(args), interpret=interpret
+        logits, rows, divisor, Changes.of(args), interpret=interpret
     )
     ids, values = reference.sparse_changes(args)
     change = jnp.where(ids == tokens[:, None], values, 0).sum(-1)

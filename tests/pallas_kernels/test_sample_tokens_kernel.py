@@ -14,13 +14,15 @@ from pallas_kernels.lowering import lower_for_cuda
 from pallas_kernels.sample_tokens import (
     api,
     best_in_shard,
+    bounds,
     merge_shards,
     noise,
     pallas_triton,
     reference,
     sample,
 )
-from pallas_kernels.sample_tokens.pallas_triton import Changes, Tiles
+from pallas_kernels.sample_tokens.changes import Changes
+from pallas_kernels.sample_tokens.tiles import Tiles
 
 TRITON_CALL = "__gpu$xla.gpu.triton"
 ROWS = 12
@@ -118,11 +120,11 @@ def test_bounds_of_scores():
     bits = jnp.asarray(bits[bits > 0].astype(np.uint32))
     logits = jnp.linspace(-15, 15, bits.size, dtype=jnp.float32)
     base_2, shift = np.log2(np.e), jnp.float32(-25)
-    odds = jax.jit(functools.partial(pallas_triton._odds, interpret=True))
+    odds = jax.jit(functools.partial(bounds.odds_of, interpret=True))
     bound = np.log2(odds(logits, bits, jnp.float32(base_2 / 0.7), shift)) + 32 - shift
     noise_of = noise.gumbel(noise.fold(bits))
     exact = (np.asarray(logits, np.float64) / np.float32(0.7) + noise_of) * base_2
-    margin = pallas_triton._margin(jnp.float32(0))
+    margin = bounds.margin(jnp.float32(0))
     assert (exact - bound).max() < margin / 20
     likely = (bits > 2**16) & (bits < 2**24)  # where the best of many tokens is
     assert np.abs(exact - bound)[likely].max() < margin / 20
