@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from tests.conftest import COMPILE_FAST
 from tests.sparsespec_jax.parallel.process import DEVICES
 
 # In this order: after the last one, the first process' devices wait for those of the second.
@@ -23,8 +24,9 @@ def seen() -> list[dict]:
     env = os.environ | {
         "JAX_PLATFORMS": "cpu",
         "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
-        "XLA_FLAGS": "--xla_backend_optimization_level=0 "
-        f"--xla_force_host_platform_device_count={DEVICES // 2}",
+        "XLA_FLAGS": " ".join(
+            [*COMPILE_FAST, f"--xla_force_host_platform_device_count={DEVICES // 2}"]
+        ),
         "PYTHONPATH": os.pathsep.join([".", os.environ.get("PYTHONPATH", "")]),
     }
     command = [sys.executable, "-m", "tests.sparsespec_jax.parallel.process"]
