@@ -148,7 +148,7 @@ def shapes(draw):
     )
 
 
-@few(max_examples=10)
+@few(max_examples=5)
 @given(shape=shapes(), dtype=st.sampled_from(list(ATTENTION)))
 def test_fused_attention(shape, dtype):
     for kind in KINDS:
@@ -221,7 +221,7 @@ appends = st.builds(
 )
 
 
-@few(max_examples=6)
+@few(max_examples=4)
 @given(case=appends)
 def test_append_kv(case):
     check_append(case)
@@ -311,7 +311,7 @@ def sample_case(rng, rows, vocab):
     return spread(rng, rows, vocab), args._replace(raw_logprobs=raw)
 
 
-@few(max_examples=3)
+@few(max_examples=2)
 @given(seed=st.integers(0, 2**32 - 1), vocab=st.integers(10, 6000))
 def test_sample_tokens(seed, vocab):
     rng = np.random.default_rng(seed)

@@ -116,7 +116,7 @@ cases = st.builds(
 )
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=12)
 @given(case=cases)
 def test_reference(case):
     inputs = make_inputs(case)
@@ -124,7 +124,7 @@ def test_reference(case):
     check(inputs, jitted("xla")(**inputs), oracle(**arrays))
 
 
-@settings(deadline=None, max_examples=15)
+@settings(deadline=None, max_examples=6)
 @given(case=cases)
 @example(case=tiny(group=4, n_kv_heads=8, head_dim=128, dtype="bfloat16"))
 @example(case=tiny(group=1, n_kv_heads=2, head_dim=80, bias=True, norms=False, dtype="bfloat16"))

@@ -83,7 +83,7 @@ def check_scores(step: Step, scores, expected, tolerance, coded=0.0):
     np.testing.assert_allclose(actual, expected, atol=tolerance, rtol=coded)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=25)
 @given(
     shape=st.sampled_from(list(SHAPES.values())),
     kind=st.sampled_from(["mixed", "mixed", "mixed", "padding", "shortest"]),
@@ -141,7 +141,7 @@ def test_shares_of_one_block(n_scored):
     check_scores(step, scores, expected_scores, 1e-6, coded=CODED)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=25)
 @given(
     rows=st.lists(st.tuples(st.integers(0, 700), st.integers(0, 20)), min_size=6, max_size=6),
     group=st.sampled_from([1, 5]),

@@ -139,13 +139,13 @@ def check_coded(shape, **how):
     np.testing.assert_allclose(actual, expected, rtol=8e-3, atol=4e-6)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=15)
 @given(shape=shapes())
 def test_reference_of_coded_scores_is_the_formula(shape):
     check_coded(shape, implementation="xla")
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=10)
 @given(shape=shapes(max_group=3, max_queries=7), blocks=st.sampled_from([4, 8]))
 def test_kernel_is_the_formula(shape, blocks):
     check_coded(shape, tile=Tile(blocks, 1))
@@ -167,7 +167,7 @@ def test_kernel_as_it_is_launched(n_queries, group, shifted, lists):
     check_coded(shape, implementation="pallas")
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=15)
 @given(shape=shapes())
 def test_dense_scores(shape):
     rng = np.random.default_rng(shape["seed"])
