@@ -120,12 +120,14 @@ def assert_clean(engine: Engine) -> None:
     ("speculation", "config"),
     [
         (PILLAR, {}),
-        (PILLAR, {"max_host_kv_bytes": 5 * 16 * TOKEN_BYTES}),
+        (
+            PILLAR,
+            {"max_host_kv_bytes": 5 * 16 * TOKEN_BYTES, "phases": "random", "overlap": "sync"},
+        ),
         (PILLAR, {"max_host_kv_bytes": 0}),
         (PILLAR, {"kv_policy": "recompute"}),
         (PILLAR, {"kv_policy": "conservative"}),
         (PILLAR, {"phases": "lockstep"}),
-        (PILLAR, {"phases": "random", "overlap": "sync"}),
         (PLAIN, {}),
         (PLAIN, {"kv_policy": "recompute"}),
     ],
