@@ -100,7 +100,7 @@ def examples(count: int) -> Callable:
     return settings(max_examples=count, deadline=None, derandomize=True, phases=phases)
 
 
-@examples(15)
+@examples(8)
 @example(0.5, [1.0, 3.0, 1.0, 1.0], 0)
 @given(
     st.floats(0.05, 0.98),
@@ -112,7 +112,7 @@ def test_it_is_never_slower_than_the_best_fixed_number_by_over_3_percent(agreeme
     assert run.share_of_best > 0.97
 
 
-@examples(12)
+@examples(6)
 @example(128, 32768, 0.93, 0.08, 0)
 @example(64, 1024, 0.8, 0.0, 0)
 @given(
