@@ -9,6 +9,7 @@ pytestmark = [pytest.mark.network, pytest.mark.slow]
 
 
 def test_attention_of_every_head_size_and_group():
+    """But for that of Qwen3-8B, which `test_step_lowering` compiles with all of a step."""
     temp = compile_for_h200("""
 import functools
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ from pallas_kernels import fused_attention
 
 result, kernel = {}, {"implementation": "pallas", "interpret": False}
 for n_kv_heads, group, head_dim in [
-    (8, 4, 128), (2, 7, 64), (3, 5, 80), (4, 1, 96), (2, 16, 128), (2, 3, 256)
+    (2, 7, 64), (3, 5, 80), (4, 1, 96), (2, 16, 128), (2, 3, 256)
 ]:
     shape = Shape(
         n_kv_heads=n_kv_heads, group=group, head_dim=head_dim, context=1000, n_drafts=9,
@@ -33,7 +34,7 @@ for n_kv_heads, group, head_dim in [
     attend = functools.partial(fused_attention, **step.statics, **kernel)
     result[name] = temp_bytes(attend, **arrays)
 """)
-    assert len(temp) == 6
+    assert len(temp) == 5
     assert max(temp.values()) < 64 << 20, "the pool, or a part of it, was copied"
 
 
