@@ -25,8 +25,8 @@ import numpy as np
 
 from benchmarks.models import SHAPES, model_of, random_params
 from benchmarks.report import environment, write
-from benchmarks.serving import ACCEPTED
-from benchmarks.step_time import mid_run, randomize, timed_steps
+from benchmarks.step_time import mid_run, pack_plan, phases_of_cycle, randomize, timed_steps
+from benchmarks.workload import ACCEPTED
 from sparsespec_jax.config import EngineConfig, SpeculationConfig
 from sparsespec_jax.engine.adaptive import AdaptiveDrafting
 from sparsespec_jax.engine.buckets import Buckets, Features
@@ -38,20 +38,12 @@ Step = tuple[Bucket, np.ndarray]
 
 
 def cycle(buckets: Buckets, batch: int, k: int) -> list[Step]:
-    """k + 1 steps of `batch` rows, spread evenly over the phases: row r starts in phase r."""
+    """k + 1 steps of `batch` rows, each in the bucket that the engine would use."""
     steps = []
-    for step in range(k + 1):
-        phase = (np.arange(batch) + step) % (k + 1)
-        drafting, verifying = np.flatnonzero(phase < k), np.flatnonzero(phase == k)
-        bucket = buckets.smallest(
-            len(drafting), len(verifying), False, buckets.width, Features(), k=k
-        )
-        packed, plan = buckets.layout(bucket).empty()
-        drafting, verifying = drafting[: bucket.drafts], verifying[: bucket.verifies]
-        plan.drafts[: len(drafting)] = np.stack([drafting, phase[drafting]], axis=1)
-        plan.verifies[: len(verifying), 0] = verifying
-        plan.verifies[: len(verifying), 1] = k
-        steps.append((bucket, packed))
+    for phase in phases_of_cycle(batch, k):
+        drafts, verifies = int((phase < k).sum()), int((phase == k).sum())
+        bucket = buckets.smallest(drafts, verifies, False, buckets.width, Features(), k=k)
+        steps.append((bucket, pack_plan(buckets.layout(bucket), phase, k)))
     return steps
 
 

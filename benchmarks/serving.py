@@ -23,16 +23,11 @@ SmolLM2-135M-Instruct: 6.1 of 8). Nothing else of a step is made up.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
-import functools
 import threading
 import time
-from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -42,18 +37,15 @@ from benchmarks.models import SHAPES, model_of, random_params
 from benchmarks.profiling import copy_rates
 from benchmarks.report import environment, write
 from benchmarks.step_time import randomize
+from benchmarks.watching import Copies, Progress, Recorder
+from benchmarks.workload import ACCEPTED, Workload, draw_acceptance
 from sparsespec_jax.config import EngineConfig, SpeculationConfig
-from sparsespec_jax.engine import emission, host_verification
 from sparsespec_jax.engine.engine import Engine
-from sparsespec_jax.engine.events import TokenEvent
 from sparsespec_jax.kv.prefix import PrefixCache
-from sparsespec_jax.kv.space import Evict, Restore
 from sparsespec_jax.models.config import ModelConfig
 from sparsespec_jax.models.parameters import Params
 from sparsespec_jax.sampling.params import SamplingParams
 
-SETTLED = 64  # steps without a prompt until a window opens
-ACCEPTED = (0.98, 0.94, 0.87, 0.81, 0.74, 0.65, 0.60, 0.52)
 SETTINGS: dict[str, dict] = {
     "balanced": {},
     "random": {"phases": "random"},
@@ -69,133 +61,6 @@ SETTINGS: dict[str, dict] = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Workload:
-    """Prompt and output tokens of each request, and the output tokens that are there already."""
-
-    prompts: np.ndarray
-    outputs: np.ndarray
-    done: np.ndarray
-    longest: int
-
-    @classmethod
-    def aime(cls, count: int, scale: float, midway: int = 0) -> Workload:
-        """`midway`: requests that are running, the first ones."""
-        rng = np.random.default_rng(0)
-        mean, std, longest = 13_000 * scale, 7_600 * scale, int(32_768 * scale)
-        shape = (mean / std) ** 2
-        outputs = rng.gamma(shape, mean / shape, count).clip(8, longest).astype(int)
-        done = np.zeros(count, int)
-        if midway:
-            many = rng.gamma(shape, mean / shape, 8 * midway).clip(8, longest)
-            outputs[:midway] = rng.choice(many, midway, p=many / many.sum())
-            done[:midway] = rng.random(midway) * outputs[:midway]
-        return cls(rng.integers(80, 240, count), outputs, done, longest)
-
-
-def draw_acceptance(probabilities: tuple[float, ...]) -> None:
-    """From now on drafts are accepted at random: by a hash of the target's tokens, anywhere."""
-
-    def accepted(xp, drafts, n_drafts, sampled):
-        words = sampled.astype(xp.uint32).sum(1, dtype=xp.uint32) * xp.uint32(2654435761)
-        u = ((words ^ (words >> 15)) * xp.uint32(2246822519) >> 8).astype(xp.float32) / 2**24
-        places = xp.arange(drafts.shape[1])
-        thresholds = xp.asarray(probabilities, xp.float32)[: drafts.shape[1]]
-        found = (u[:, None] < thresholds) & (places < n_drafts[:, None])
-        return found.sum(1, dtype=xp.int32)
-
-    emission.accept_coupled = lambda drafts, n, sampled: (
-        accepted(jnp, drafts, n, sampled),
-        sampled,
-    )
-    host_verification.accept_coupled = functools.partial(accepted, np)
-
-
-class Step(NamedTuple):
-    """What is known of a step when it is planned, and host seconds to dispatch it."""
-
-    at: float
-    tokens: int
-    evicts: int
-    restores: int
-    chunks: int
-    moving: float
-    dispatching: float
-
-
-class Recorder:
-    """Every step that an engine dispatches; the pool's use a few times a second."""
-
-    def __init__(self, engine: Engine):
-        self.steps: list[Step] = []
-        self.pool: list[tuple[float, int, int, int, int]] = []
-        self._engine, self._start = engine, time.perf_counter()
-        plan = engine._scheduler.plan
-        move, dispatch = engine._executor.move, engine._executor.dispatch
-        now = time.perf_counter
-
-        def planned():
-            step, self._step = plan(), None
-            if step is not None:
-                kinds = [type(move) for move in step.moves]
-                counts = kinds.count(Evict), kinds.count(Restore), step.bucket.chunks
-                self._step = Step(now(), step.tokens, *counts, 0, 0)
-            return step
-
-        def moved(moves):
-            start = now()
-            move(moves)
-            self._moving = now() - start
-
-        def dispatched(*args):
-            start = now()
-            result = dispatch(*args)
-            self.steps.append(self._step._replace(moving=self._moving, dispatching=now() - start))
-            return result
-
-        engine._scheduler.plan = planned
-        engine._executor.move, engine._executor.dispatch = moved, dispatched
-
-    def watch(self, done: threading.Event) -> None:
-        while not done.wait(0.25):
-            stats = self._engine.stats()
-            seconds = time.perf_counter() - self._start
-            row = stats.slots_used, stats.tokens_offloaded, stats.running, stats.parked
-            self.pool.append((round(seconds, 2), *row))
-
-    def decoding(self) -> bool:
-        """Whether all that runs decodes, for a while now."""
-        return len(self.steps) > SETTLED and not any(s.chunks for s in self.steps[-SETTLED:])
-
-    def summary(self, start: float, end: float) -> dict:
-        """Of the steps between two times."""
-        steps = Step(*np.array([s for s in self.steps if start <= s.at < end]).T)
-        seconds = np.diff(steps.at)
-        decoding, moves = steps.chunks[:-1] == 0, (steps.evicts + steps.restores)[:-1] > 0
-        full = steps.tokens[:-1][decoding]
-
-        def ms(values, mask) -> float | None:
-            return round(1e3 * float(np.median(values[mask])), 3) if mask.any() else None
-
-        evicts, restores = steps.evicts[:-1] > 0, steps.restores[:-1] > 0
-        return {
-            "steps": len(steps.at),
-            "tokens_per_step_mean": round(float(full.mean()), 1),
-            "tokens_per_step_std": round(float(full.std()), 1),
-            "step_ms_without_moves": ms(seconds, decoding & ~moves),
-            "step_ms_with_moves": ms(seconds, decoding & moves),
-            "step_ms_with_evicts_only": ms(seconds, decoding & evicts & ~restores),
-            "step_ms_with_restores_only": ms(seconds, decoding & restores & ~evicts),
-            "step_ms_mean": round(1e3 * float(seconds[decoding].mean()), 3),
-            "step_ms_mean_without_moves": round(1e3 * float(seconds[decoding & ~moves].mean()), 3),
-            "step_ms_p99": round(1e3 * float(np.percentile(seconds[decoding], 99)), 3),
-            "moving_ms": ms(steps.moving[:-1], decoding & moves),
-            "dispatch_ms": ms(steps.dispatching, steps.chunks == 0),
-            "steps_with_moves": int(moves.sum()),
-            "chunks_out_and_back": [int(steps.evicts.sum()), int(steps.restores.sum())],
-        }
-
-
 def start_midway(engine: Engine, prompts: set[bytes]) -> None:
     """The KV of these prompts counts as computed; the pool holds random numbers."""
     kv = engine._scheduler._kv
@@ -208,91 +73,6 @@ def start_midway(engine: Engine, prompts: set[bytes]) -> None:
 
     kv._acquire = computed
     engine._executor.transform(lambda pools, state: (randomize(pools), state))
-
-
-class Copies:
-    """Rates of the copies of KV in a running engine, and of bare ones: GB/s, medians."""
-
-    def __init__(self, engine: Engine):
-        self._rates: dict[str, list[float]] = {"out": [], "back": []}
-        self._watcher = ThreadPoolExecutor(1)
-        self._offload = offload = engine._executor._offload
-        to_host, unpack = offload._to_host, offload._unpack
-
-        def timed_to_host(packed):
-            jax.block_until_ready(packed)
-            with self._timed("out", packed.nbytes):
-                return to_host(packed)
-
-        def watched_unpack(pools, packed, slots):
-            self._watcher.submit(self._arrival, packed, time.perf_counter())
-            return unpack(pools, packed, slots)
-
-        offload._to_host, offload._unpack = timed_to_host, watched_unpack
-
-    @contextlib.contextmanager
-    def _timed(self, name: str, size: int):
-        start = time.perf_counter()
-        yield
-        self._rates[name].append(size / (time.perf_counter() - start) / 1e9)
-
-    def _arrival(self, packed: tuple[jax.Array, ...], start: float) -> None:
-        jax.block_until_ready(packed)
-        size = sum(chunk.nbytes for chunk in packed)
-        self._rates["back"].append(size / (time.perf_counter() - start) / 1e9)
-
-    def summary(self, shape: tuple[int, ...], dtype: jnp.dtype) -> dict:
-        """`shape`, `dtype`: of a chunk, for the bare copies: one at a time, on an idle GPU."""
-        self._watcher.shutdown()
-        chunk = jax.device_put(jnp.ones(shape, dtype), self._offload._on_device)
-        bare: dict[str, list[float]] = {"out": [], "back": []}
-        for _ in range(9):
-            there = self._bare(bare["out"], chunk, self._offload._on_host)
-            self._bare(bare["back"], there, self._offload._on_device)
-        return {
-            "copied_gb_s": {name: _median(rates) for name, rates in self._rates.items()},
-            "bare_copy_gb_s": {name: _median(rates) for name, rates in bare.items()},
-        }
-
-    @staticmethod
-    def _bare(rates: list[float], array: jax.Array, to: jax.sharding.Sharding) -> jax.Array:
-        start = time.perf_counter()
-        there = jax.block_until_ready(jax.device_put(array, to))
-        rates.append(array.nbytes / (time.perf_counter() - start) / 1e9)
-        return there
-
-
-def _median(rates: list[float]) -> float | None:
-    return round(float(np.median(rates)), 1) if rates else None
-
-
-class Progress:
-    """What requests have emitted, and when; how many are left."""
-
-    def __init__(self, count: int):
-        self.left, self.done, self.failed = count, threading.Event(), []
-        self.tokens: list[tuple[float, int, int]] = []  # time, request, how many
-        self.ended: dict[int, float] = {}
-
-    def __call__(self, event: TokenEvent) -> None:
-        self.tokens.append((time.perf_counter(), event.request_id, len(event.tokens)))
-        if event.error is not None:
-            self.failed.append(event.error)
-        if event.finish_reason is not None:
-            self.ended[event.request_id] = time.perf_counter()
-            self.left -= 1
-        if self.failed or not self.left:
-            self.done.set()
-
-    def between(self, start: float, end: float) -> tuple[int, list[float]]:
-        """Tokens emitted, and seconds a token of each request that ran all the time."""
-        counts: Counter[int] = Counter()
-        before = {request for at, request, _ in self.tokens if at < start}
-        for at, request, count in self.tokens:
-            if start <= at < end:
-                counts[request] += count
-        lasting = [r for r in counts if r in before and self.ended.get(r, end) >= end]
-        return counts.total(), [(end - start) / counts[request] for request in lasting]
 
 
 def measure(

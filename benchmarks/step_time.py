@@ -131,21 +131,27 @@ def step_bucket(buckets: Buckets, args: argparse.Namespace) -> Bucket:
 
 
 def cycle_of_plans(layout: PlanLayout, batch: int, k: int) -> list[np.ndarray]:
-    """The plans of k + 1 steps: row r is in phase (r + step) mod (k + 1), verifying in phase k.
+    """The plans of k + 1 steps: row r is in phase (r + step) mod (k + 1), verifying in phase k."""
+    return [pack_plan(layout, phase, k) for phase in phases_of_cycle(batch, k)]
+
+
+def phases_of_cycle(batch: int, k: int) -> list[np.ndarray]:
+    """Each row's phase in k + 1 steps: all phases have about as many rows."""
+    return [(np.arange(batch) + step) % (k + 1) for step in range(k + 1)]
+
+
+def pack_plan(layout: PlanLayout, phase: np.ndarray, k: int) -> np.ndarray:
+    """The plan of a step of rows in these phases.
 
     Rows for which the bucket has no room sit the step out.
     """
-    packed_plans = []
-    for step in range(k + 1):
-        packed, plan = layout.empty()
-        phase = (np.arange(batch) + step) % (k + 1)
-        drafting = np.flatnonzero(phase < k)[: layout.bucket.drafts]
-        plan.drafts[: len(drafting)] = np.stack([drafting, phase[drafting]], axis=1)
-        verifying = np.flatnonzero(phase == k)[: layout.bucket.verifies]
-        plan.verifies[: len(verifying), 0] = verifying
-        plan.verifies[: len(verifying), 1] = k
-        packed_plans.append(packed)
-    return packed_plans
+    packed, plan = layout.empty()
+    drafting = np.flatnonzero(phase < k)[: layout.bucket.drafts]
+    plan.drafts[: len(drafting)] = np.stack([drafting, phase[drafting]], axis=1)
+    verifying = np.flatnonzero(phase == k)[: layout.bucket.verifies]
+    plan.verifies[: len(verifying), 0] = verifying
+    plan.verifies[: len(verifying), 1] = k
+    return packed
 
 
 def randomize(pools: Pools) -> Pools:

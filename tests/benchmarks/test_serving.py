@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from benchmarks.crossover import adapt, tokens_a_step
-from benchmarks.serving import ACCEPTED, Workload, draw_acceptance
+from benchmarks.workload import ACCEPTED, Workload, draw_acceptance
 from sparsespec_jax.engine import emission, host_verification
 
 
