@@ -1,11 +1,29 @@
-"""Runs requests through an engine, and compares what came out of two runs."""
+"""Small engines, requests that run through them, and what came out of two runs, compared."""
 
 import queue
 
+import jax
 import numpy as np
 
 from sparsespec_jax.engine.engine import Engine
+from sparsespec_jax.models.config import ModelConfig
+from sparsespec_jax.models.parameters import Params, init_params
 from sparsespec_jax.sampling.params import SamplingParams
+
+# Of an engine with few steps to compile.
+SMALL = dict(
+    max_batch=6,
+    prefill_chunk=16,
+    prefill_rows=2,
+    batch_buckets=(6,),
+    context_buckets=(384,),
+    seed=0,
+)
+
+
+def sharp_params(model: ModelConfig) -> Params:
+    """Random weights, larger than usual: attention has favourites, so that drafts can be wrong."""
+    return jax.tree.map(lambda w: 1.6 * w, init_params(model, jax.random.key(1)))
 
 
 def run(engine: Engine, requests: list[tuple[np.ndarray, SamplingParams]]) -> list[dict]:

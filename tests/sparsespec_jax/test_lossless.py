@@ -7,7 +7,6 @@ partly right: both acceptance and rejection happen all the time.
 import dataclasses
 from collections import Counter
 
-import jax
 import numpy as np
 import pytest
 
@@ -18,9 +17,8 @@ from sparsespec_jax.engine.engine import Engine
 from sparsespec_jax.kv import manager as manager_module
 from sparsespec_jax.models.config import ModelConfig, RopeConfig
 from sparsespec_jax.models.decoder import forward
-from sparsespec_jax.models.parameters import init_params
 from sparsespec_jax.sampling.params import SamplingParams, sample_seed
-from tests.engine_runs import assert_same, run
+from tests.engine_runs import SMALL, assert_same, run, sharp_params
 
 VOCAB, EOS, CONTEXT = 96, (3, 5), 256
 QWEN3 = ModelConfig(
@@ -83,17 +81,8 @@ def prompts_and_params() -> list[tuple[np.ndarray, SamplingParams]]:
 
 
 def make_engine(model: ModelConfig, speculation: SpeculationConfig, **config) -> Engine:
-    params = jax.tree.map(lambda w: 1.6 * w, init_params(model, jax.random.key(1)))
-    settings = dict(
-        max_batch=6,
-        prefill_chunk=16,
-        prefill_rows=2,
-        batch_buckets=(6,),
-        context_buckets=(384,),
-        seed=0,
-    )
-    config = EngineConfig(**settings | config)
-    engine = Engine(model, params, config, speculation)
+    config = EngineConfig(**SMALL | config)
+    engine = Engine(model, sharp_params(model), config, speculation)
     engine._executor._compiled = COMPILED.setdefault((model, config, speculation), {})
     return engine
 

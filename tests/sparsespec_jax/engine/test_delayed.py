@@ -15,22 +15,14 @@ from sparsespec_jax.config import EngineConfig, SpeculationConfig
 from sparsespec_jax.engine import host_verification
 from sparsespec_jax.engine.engine import Engine
 from sparsespec_jax.engine.plan import NON_FINITE
-from sparsespec_jax.models.parameters import init_params
 from sparsespec_jax.sampling import accept_coupled, truncate
 from sparsespec_jax.sampling.params import SamplingParams
 from sparsespec_jax.sampling.verification import LENGTH, RUNNING, STOPPED
-from tests.engine_runs import assert_same, run
+from tests.engine_runs import SMALL, assert_same, run, sharp_params
 from tests.sparsespec_jax.test_lossless import QWEN3, VOCAB, prompts_and_params
 
 MODEL = dataclasses.replace(QWEN3, num_layers=1, tie_word_embeddings=False)
-CONFIG = EngineConfig(
-    max_batch=6,
-    prefill_chunk=16,
-    prefill_rows=2,
-    batch_buckets=(6,),
-    context_buckets=(384,),
-    seed=0,
-)
+CONFIG = EngineConfig(**SMALL)
 PLAIN = SpeculationConfig(method="none")
 POISON = 13
 
@@ -51,7 +43,7 @@ def plain_requests(count: int, **changes) -> list[tuple[np.ndarray, SamplingPara
 
 @pytest.fixture(scope="module")
 def params():
-    return jax.tree.map(lambda w: 1.6 * w, init_params(MODEL, jax.random.key(1)))
+    return sharp_params(MODEL)
 
 
 @pytest.fixture(scope="module")

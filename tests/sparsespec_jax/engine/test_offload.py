@@ -12,9 +12,8 @@ from sparsespec_jax.engine.engine import Engine
 from sparsespec_jax.kv import manager as manager_module
 from sparsespec_jax.kv import offload as offload_module
 from sparsespec_jax.kv.manager import KvManager
-from sparsespec_jax.models.parameters import init_params
 from sparsespec_jax.sampling.params import SamplingParams, sample_seed
-from tests.engine_runs import assert_same, run
+from tests.engine_runs import assert_same, run, sharp_params
 from tests.sparsespec_jax.test_lossless import PLAIN, QWEN3, VOCAB
 
 TOKEN_BYTES = 2 * 2 * 2 * 16 * 4
@@ -81,8 +80,7 @@ def make_engine(speculation: SpeculationConfig = PILLAR, **changes) -> Engine:
         kv_cache_memory=(LARGEST + 1) * TOKEN_BYTES,
     )
     config = EngineConfig(**settings | changes)
-    params = jax.tree.map(lambda w: 1.6 * w, init_params(QWEN3, jax.random.key(1)))
-    engine = Engine(QWEN3, params, config, speculation)
+    engine = Engine(QWEN3, sharp_params(QWEN3), config, speculation)
     shapes = speculation, config.kv_cache_memory, config.overlap == "delayed"
     engine._executor._compiled = COMPILED.setdefault(shapes, {})
     return engine

@@ -18,8 +18,8 @@ from sparsespec_jax.countdown import held_out
 from sparsespec_jax.engine.engine import Engine
 from sparsespec_jax.kv import manager as manager_module
 from sparsespec_jax.kv import offload as offload_module
-from sparsespec_jax.models.parameters import init_params
 from sparsespec_jax.sampling.params import SamplingParams, sample_seed
+from tests.engine_runs import sharp_params
 from tests.sparsespec_jax.test_lossless import PILLAR, QWEN3, VOCAB
 
 TIMEOUT = 600
@@ -156,7 +156,7 @@ def small_steps(monkeypatch):
 
 def test_sixty_requests_in_a_tenth_of_the_memory():
     token_bytes = QWEN3.kv_bytes_per_token(np.dtype("float32"))
-    params = jax.tree.map(lambda w: 1.6 * w, init_params(QWEN3, jax.random.key(1)))
+    params = sharp_params(QWEN3)
     rng = np.random.default_rng(5)
     prompts = [rng.integers(6, VOCAB, n).tolist() for n in (1, 7, 20, 33, 48, 60)]
     batch, most = 16, 50

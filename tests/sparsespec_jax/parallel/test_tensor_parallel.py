@@ -17,10 +17,9 @@ from sparsespec_jax.config import EngineConfig, SpeculationConfig
 from sparsespec_jax.engine.engine import Engine
 from sparsespec_jax.engine.plan import Bucket
 from sparsespec_jax.kv import offload as offload_module
-from sparsespec_jax.models.parameters import Params, init_params
 from sparsespec_jax.parallel.sharding import Placement
 from sparsespec_jax.sampling.params import SamplingParams
-from tests.engine_runs import assert_same, run
+from tests.engine_runs import SMALL, assert_same, run, sharp_params
 from tests.sparsespec_jax.test_lossless import PILLAR, PLAIN, QWEN3, prompts_and_params
 
 # Two KV heads, which four and eight devices have copies of; a vocabulary that divides by none.
@@ -30,26 +29,14 @@ COMPILED = {}  # steps, by all that they depend on
 COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter")
 
 
-def weights() -> Params:
-    return jax.tree.map(lambda w: 1.6 * w, init_params(MODEL, jax.random.key(1)))
-
-
 def make_engine(
     devices: int,
     speculation: SpeculationConfig = PILLAR,
     placement: Placement | None = None,
     **config,
 ) -> Engine:
-    settings = dict(
-        max_batch=6,
-        prefill_chunk=16,
-        prefill_rows=2,
-        batch_buckets=(6,),
-        context_buckets=(384,),
-        seed=0,
-    )
-    config = EngineConfig(tensor_parallel_size=devices, **settings | config)
-    engine = Engine(MODEL, weights(), config, speculation, placement)
+    config = EngineConfig(tensor_parallel_size=devices, **SMALL | config)
+    engine = Engine(MODEL, sharp_params(MODEL), config, speculation, placement)
     if placement is None:
         engine._executor._compiled = COMPILED.setdefault((config, speculation), {})
     return engine
