@@ -40,7 +40,7 @@ from jax import lax
 from benchmarks.report import environment
 from pallas_kernels import fused_attention, gpus
 from pallas_kernels.bench import read_bandwidth, seconds
-from pallas_kernels.fused_attention import CodedScores, causal_kernel
+from pallas_kernels.fused_attention import CodedScores, causal_kernel, finish
 from pallas_kernels.fused_attention.draft_kernel import draft_kernel
 from pallas_kernels.fused_attention.scores import dense
 from pallas_kernels.fused_attention.tiles import Tiles, choose_tiles
@@ -48,35 +48,39 @@ from pallas_kernels.fused_attention.triton_parts import launch
 from pallas_kernels.shapes import H200, TINY, Attention
 
 BASELINE = "two launches"
-CONCURRENT = "two launches, concurrent"
+THREE = "three launches"
+CONCURRENT = "three launches, concurrent"
 TOLERANCE = {"out": 0.02, "scores": 0.15}  # of the largest; codes are off by 6%
 
 
-@functools.partial(jax.jit, static_argnames=("statics", "tiles", "interpret"))
-def one_launch(
-    q, k_pool, v_pool, page_table, layer, drafts, verify, scores, *, statics, tiles, interpret
-):
-    """`fused_attention` of draft and verify rows; `statics` are items of its static arguments.
+@functools.partial(jax.jit, static_argnames=("statics", "tiles", "launches", "interpret"))
+def with_merging_apart(
+    q, k_pool, v_pool, page_table, layer, drafts, verify, scores, *,
+    statics, tiles, launches, interpret,
+):  # fmt: skip
+    """`fused_attention` of draft and verify rows, in one or two launches before one that merges.
 
-    It is `causal_attention`, but for the launches: the first one takes the drafts in as well, and
-    the second one, which merges parts, completes what they wrote.
+    It is made of `causal_attention` and `finish`, but for what they launch. `statics` are items of
+    the static arguments of `fused_attention`.
     """
-    statics, out = dict(statics), None
-    n, scale = statics["n_queries"], statics["scale"]
+    statics = dict(statics)
+    n_scored = statics["score_queries"]
     n_drafts, n_kv_heads = drafts.length.shape[0], k_pool.shape[1]
     group, head_dim = q.shape[1] // n_kv_heads, q.shape[2]
-    common = {"scale": scale, "interpret": interpret}
-    draft_sizes = {"group": group, "head_dim": head_dim, "tile": tiles.draft}
-    draft = functools.partial(draft_kernel, **draft_sizes, **common)
+    common = {"scale": statics["scale"], "interpret": interpret}
+    codes, factor = scores or (None, None)
+    shapes = causal_kernel.coded_shape(
+        statics["n_layers"], len(verify.row), n_kv_heads, n_scored * group, statics["context"],
+        tiles.causal.block,
+    ) if n_scored else CodedScores(None, None)  # fmt: skip
+    ending = functools.partial(finish.finish, q, k_pool, v_pool, layer, tile=tiles.draft, **common)
+    out = None
 
     def launch_with_drafts(causal, inputs, outputs, *, grid, **options):
         nonlocal out
-        if out is not None:
-            return launch(
-                causal, inputs, [(outputs[0][0], out), *outputs[1:]], grid=grid, **options
-            )
         n_causal = math.prod(grid)
-
+        draft_sizes = {"group": group, "head_dim": head_dim, "tile": tiles.draft}
+        draft = functools.partial(draft_kernel, **draft_sizes, **common)
         draft_inputs = layer[None], *drafts, q, k_pool, v_pool
         n_reads, n_draft_reads = len(draft_inputs) + len(inputs), len(draft_inputs)
 
@@ -101,16 +105,21 @@ def one_launch(
         )
         return rest
 
-    shape, n_scored = None, statics["score_queries"]
-    if n_scored:
-        sizes = n_scored * group, statics["context"], tiles.causal.block
-        shape = causal_kernel.coded_shape(statics["n_layers"], len(verify.row), n_kv_heads, *sizes)
-    with mock.patch.object(causal_kernel, "launch", launch_with_drafts):
-        return causal_kernel.causal_attention(
-            q, k_pool, v_pool, page_table, layer, verify, None, None, scores, shape, n=n,
-            first_query=n_drafts, score_queries=n_scored, tile=tiles.causal,
-            programs=tiles.programs, **common,
+    def launch_into_out(merge, inputs, outputs, **options):
+        return launch(merge, inputs, [(outputs[0][0], out), *outputs[1:]], **options)
+
+    if launches == 2:
+        out, _ = ending(drafts, [], None, None)
+    joint = launch_with_drafts if launches == 1 else launch
+    with mock.patch.object(causal_kernel, "launch", joint):
+        left, codes = causal_kernel.causal_attention(
+            q, k_pool, v_pool, page_table, layer, verify, None, codes, shapes.codes,
+            n=statics["n_queries"], first_query=n_drafts, score_queries=n_scored,
+            tile=tiles.causal, programs=tiles.programs, **common,
         )  # fmt: skip
+    with mock.patch.object(finish, "launch", launch_into_out):
+        out, factor = ending(None, [left], factor, shapes.factor)
+    return out, CodedScores(codes, factor) if n_scored else None
 
 
 def variants(case: Attention, *, interpret: bool) -> dict[str, Callable[..., Any]]:
@@ -121,22 +130,24 @@ def variants(case: Attention, *, interpret: bool) -> dict[str, Callable[..., Any
         tiles = tiles._replace(programs=3 * case.n_kv_heads)
     fewer = min(tiles.programs, 2 * gpu.multiprocessors)
 
-    def joint(tiles: Tiles, **draft: int) -> Callable[..., Any]:
-        how = {"tiles": tiles._replace(draft=tiles.draft._replace(**draft)), "interpret": interpret}
+    def apart(tiles: Tiles, launches: int = 1, **draft: int) -> Callable[..., Any]:
+        tiles = tiles._replace(draft=tiles.draft._replace(**draft))
+        how = {"tiles": tiles, "launches": launches, "interpret": interpret}
 
         def attend(*arrays, layer, drafts, verify, scores, prefill, scored, **statics):
             rows = jnp.int32(layer), drafts, verify, scores
-            return one_launch(*arrays, *rows, statics=tuple(statics.items()), **how)
+            return with_merging_apart(*arrays, *rows, statics=tuple(statics.items()), **how)
 
         return attend
 
     return {
         BASELINE: functools.partial(fused_attention, implementation="pallas", interpret=interpret),
-        "one launch, 16 keys": joint(tiles, block=16),
-        "one launch, 32 keys": joint(tiles, block=32),
-        "one launch, 64 keys": joint(tiles, block=64),
-        "one launch, 32 keys, 2 per SM": joint(tiles._replace(programs=fewer), block=32),
-        "naive": joint(tiles, rows=tiles.causal.rows, block=tiles.causal.block),
+        THREE: apart(tiles, launches=2),
+        "one launch, 16 keys": apart(tiles, block=16),
+        "one launch, 32 keys": apart(tiles, block=32),
+        "one launch, 64 keys": apart(tiles, block=64),
+        "one launch, 32 keys, 2 per SM": apart(tiles._replace(programs=fewer), block=32),
+        "naive": apart(tiles, rows=tiles.causal.rows, block=tiles.causal.block),
     }
 
 
@@ -182,7 +193,7 @@ def measure(case: Attention, *, on_gpu: bool, n_layers: int) -> dict[str, dict[s
     q, drafts = arrays.pop("q"), arrays.pop("drafts")
     drafts = drafts._replace(slots=jnp.tile(drafts.slots, (n_layers, 1, 1, 1)))
     attends = variants(case, interpret=not on_gpu)
-    attends[CONCURRENT] = attends[BASELINE]
+    attends[CONCURRENT] = attends[THREE]
     lowered = {
         name: layers(attend, n_layers, statics).lower(q, drafts, arrays)
         for name, attend in attends.items()

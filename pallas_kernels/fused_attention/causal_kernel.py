@@ -1,12 +1,13 @@
 """Attention of verify and prefill rows, and the scores that come with it.
 
 The queries of a KV head's group are packed into tiles; a row's tiles are *work rows*, each as long
-as its last query sees. `plan.py` says which program attends to which of their keys, and
-`combine_kernel.py` merges what the programs made of each.
+as its last query sees. `plan.py` says which program attends to which of their keys; what the
+programs made of each work row is left to be merged.
 """
 
 import functools
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,6 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from pallas_kernels.fused_attention.combine_kernel import COMBINE, combine_kernel
 from pallas_kernels.fused_attention.plan import Part, make_plan, read
 from pallas_kernels.fused_attention.rows import CausalRows
 from pallas_kernels.fused_attention.scores import CodedScores, encode
@@ -116,6 +116,24 @@ def causal_kernel(
     lax.while_loop(lambda carry: carry[0] >= 0, attend_to, (u, jnp.int32(0)))
 
 
+class Unmerged(NamedTuple):
+    """What `causal_attention` leaves to be merged."""
+
+    sizes: Sizes
+    merges: Array
+    """[n_work, 7] `plan.Merge`."""
+    place: Array
+    """[R] the rows' places among the scored ones."""
+    parts: tuple[Array, ...]
+    """[parts, Hkv, rows, D] outputs, [parts, Hkv, rows] base-2 log-sum-exps and, where rows are
+    scored, references."""
+
+    @property
+    def rows(self) -> int:
+        """Packed queries of a work row."""
+        return self.parts[1].shape[2]
+
+
 def causal_attention(
     q: Array,
     k_pool: Array,
@@ -124,9 +142,8 @@ def causal_attention(
     layer: Array,
     rows: CausalRows,
     place: Array | None,
-    out: Array | None,
-    scores: CodedScores | None,
-    scores_shape: CodedScores | None,
+    codes: Array | None,
+    codes_shape: jax.ShapeDtypeStruct | None,
     *,
     n: int,
     first_query: int,
@@ -135,10 +152,10 @@ def causal_attention(
     tile: Tile,
     programs: int,
     interpret: bool,
-) -> tuple[Array, CodedScores | None]:
-    """Writes queries first_query .. of `out`, and the scores of the rows that have a place >= 0.
+) -> tuple[Unmerged, Array | None]:
+    """Attends, and writes `codes` of the rows that have a place >= 0.
 
-    All rows have one, in their order, if `place` is None.
+    All rows have one, in their order, if `place` is None; none are written without `codes_shape`.
     """
     _, n_heads, head_dim = q.shape
     n_kv_heads, n_rows = k_pool.shape[1], rows.row.shape[0]
@@ -153,40 +170,30 @@ def causal_attention(
         n_tiles,
         n_rows * n_tiles,
         max(1, programs // n_kv_heads),
-        score_queries if scores_shape is not None else 0,
+        score_queries if codes_shape is not None else 0,
         place is None,
     )
     if place is None:
         place = rows.row  # not looked at
     plan = make_plan(rows, sizes)
     n_parts = sizes.programs + sizes.n_work
-    part_rows = min(tile.rows, n * group)
-    per_row = jax.ShapeDtypeStruct((n_parts, n_kv_heads, part_rows), jnp.float32)
-    parts = [(jax.ShapeDtypeStruct((*per_row.shape, head_dim), jnp.float32), None), (per_row, None)]
-    dumps = []
+    per_row = jax.ShapeDtypeStruct((n_parts, n_kv_heads, min(tile.rows, n * group)), jnp.float32)
+    parts = [jax.ShapeDtypeStruct((*per_row.shape, head_dim), jnp.float32), per_row]
+    outputs = []
     if sizes.score_queries:
-        parts.append((per_row, None))  # references
-        dumps = list(zip(scores_shape, scores or (None, None), strict=True))
+        parts.append(per_row)  # references
+        outputs.append((codes_shape, codes))
     done = launch(
         functools.partial(causal_kernel, sizes=sizes, scale=scale, interpret=interpret),
         (layer[None], plan.parts, place, q, k_pool, v_pool, page_table),
-        parts + dumps[:1],
+        [(shape, None) for shape in parts] + outputs,
         grid=(sizes.programs, n_kv_heads),
         name="causal_attention",
         tile=tile,
         interpret=interpret,
     )
-    parts, codes = done[: len(parts)], done[len(parts) :]
-    out, *others = launch(
-        functools.partial(combine_kernel, sizes=sizes),
-        (layer[None], plan.merges, place, *parts),
-        [(jax.ShapeDtypeStruct(q.shape, q.dtype), out), *dumps[1:]],
-        grid=(sizes.n_work, pl.cdiv(part_rows, COMBINE.rows), n_kv_heads),
-        name="combine_attention",
-        tile=COMBINE,
-        interpret=interpret,
-    )
-    return out, CodedScores(*codes, *others) if sizes.score_queries else None
+    left = Unmerged(sizes, plan.merges, place, tuple(done[: len(parts)]))
+    return left, done[-1] if sizes.score_queries else codes
 
 
 def coded_shape(

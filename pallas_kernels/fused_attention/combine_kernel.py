@@ -8,13 +8,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from pallas_kernels.fused_attention.plan import Merge, read
-from pallas_kernels.fused_attention.tiles import Tile
 from pallas_kernels.fused_attention.triton_parts import DEAD, Columns, Softmax, load, store
 from pallas_kernels.fused_attention.work_rows import Sizes, WorkRow, place_of
 
-# Few rows and many parts at once: it is over when the slowest program has waited for its loads.
-COMBINE = Tile(8, 16, 4, 2)
-_PARTS = 8  # merged at once
+_PARTS = 5  # merged at once: as many as a verify row of a large batch has
 
 
 def combine_kernel(
@@ -27,13 +24,14 @@ def combine_kernel(
     part_ref,
     part_lse_ref,
     *refs,
+    rows: int,
     sizes: Sizes,
 ):
-    """Tile `t` of COMBINE.rows packed queries of work row `w`."""
+    """Tile `t` of `rows` packed queries of work row `w`."""
     merge = read(Merge, merges_ref, w)
-    at = t * COMBINE.rows + jnp.arange(COMBINE.rows)
-    first = merge.first + t * COMBINE.rows
-    work = WorkRow.of(merge.r, first, COMBINE.rows, merge.start, merge.count, sizes)
+    at = t * rows + jnp.arange(rows)
+    first = merge.first + t * rows
+    work = WorkRow.of(merge.r, first, rows, merge.start, merge.count, sizes)
     columns = Columns.of(sizes.head_dim)
     n_rows = part_ref.shape[2]
     in_row = (work.p < sizes.n * sizes.group) & (at < n_rows)
@@ -50,7 +48,7 @@ def combine_kernel(
             parts.append((lse, out))
         return functools.reduce(lambda softmax, part: softmax.merge(*part), parts, softmax)
 
-    softmax = Softmax.empty(COMBINE.rows, columns.at.shape[1])
+    softmax = Softmax.empty(rows, columns.at.shape[1])
     n_merges = pl.cdiv(merge.n_parts, _PARTS)
     out, lse = lax.fori_loop(0, n_merges, merge_some, softmax).result()
     out = jnp.where(work.live[:, None], out, 0)

@@ -1,14 +1,10 @@
 """Attention of draft rows: one program for each row and KV head walks its list of slots."""
 
-import functools
-
-import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from pallas_kernels.fused_attention.rows import DraftSlots
 from pallas_kernels.fused_attention.tiles import Tile
 from pallas_kernels.fused_attention.triton_parts import (
     DEAD,
@@ -17,7 +13,6 @@ from pallas_kernels.fused_attention.triton_parts import (
     attend,
     dot,
     gather,
-    launch,
     load,
     store,
 )
@@ -33,7 +28,7 @@ def draft_kernel(
     k_ref,
     v_ref,
     out_ref,
-    *,
+    *_,
     group: int,
     head_dim: int,
     tile: Tile,
@@ -75,37 +70,3 @@ def draft_kernel(
     @pl.when(run(jnp.int32(0)) == 1)
     def _():
         run(jnp.int32(1))
-
-
-def draft_attention(
-    q: Array,
-    k_pool: Array,
-    v_pool: Array,
-    layer: Array,
-    drafts: DraftSlots,
-    *,
-    scale: float,
-    tile: Tile,
-    interpret: bool,
-) -> Array:
-    """Allocates the output [T, Hq, D] and writes the draft queries, its first."""
-    _, n_heads, head_dim = q.shape
-    n_kv_heads = k_pool.shape[1]
-    kernel = functools.partial(
-        draft_kernel,
-        group=n_heads // n_kv_heads,
-        head_dim=head_dim,
-        tile=tile,
-        scale=scale,
-        interpret=interpret,
-    )
-    [out] = launch(
-        kernel,
-        (layer[None], *drafts, q, k_pool, v_pool),
-        [(jax.ShapeDtypeStruct(q.shape, q.dtype), None)],
-        grid=(drafts.length.shape[0], n_kv_heads),
-        name="draft_attention",
-        tile=tile,
-        interpret=interpret,
-    )
-    return out

@@ -1,8 +1,8 @@
 """`fused_attention` in Pallas (Triton lowering): gathers of single-token rows.
 
-A kernel for draft rows and one for verify and prefill rows, whose parts a third merges. All write
-their part of one output array, and of one set of score arrays: each aliases what came before, so
-nothing is concatenated. The layer is an operand, not a constant, so the kernels of all layers are
+A launch for verify and one for prefill rows, and a last one for draft rows and for what is to be
+merged of the others. Scores are one set of arrays for all layers, completed in place. The layer is
+an operand, not a constant, so the kernels of all layers are
 traced, lowered and compiled once.
 """
 
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels.fused_attention.causal_kernel import causal_attention, coded_shape
-from pallas_kernels.fused_attention.draft_kernel import draft_attention
+from pallas_kernels.fused_attention.finish import finish
 from pallas_kernels.fused_attention.rows import CausalRows, DraftSlots
 from pallas_kernels.fused_attention.scores import CodedScores
 from pallas_kernels.fused_attention.tiles import Tiles, choose_tiles
@@ -65,37 +65,30 @@ def fused_attention(
         # The interpreter runs one program after the other: no more than it takes to cut rows.
         return chosen._replace(programs=3 * n_kv_heads) if interpret and not tiles else chosen
 
-    out, first_query = None, 0
-    if drafts is not None:
-        out = draft_attention(
-            q,
-            k_pool,
-            v_pool,
-            layer,
-            drafts,
-            scale=scale,
-            tile=tiles_of(1).draft,
-            interpret=interpret,
-        )
-        first_query = drafts.length.shape[0]
-
+    codes, factor = scores or (None, None)
+    first_query = 0 if drafts is None else drafts.length.shape[0]
     n_verify = 0 if verify is None else verify.row.shape[0]
     n_scored = n_verify + (0 if scored is None else scored.shape[0])
     block = tiles_of(score_queries).causal.block
+    shapes = None
+    if score_queries:
+        n_packed = score_queries * group
+        shapes = coded_shape(n_layers, n_scored, n_kv_heads, n_packed, context, block)
+
+    unmerged = []
     for rows, n in ((verify, n_queries), (prefill, chunk)):
         if rows is None:
             continue
         chosen = tiles_of(n)
-        tile, shape, place = chosen.causal, None, None
+        tile, place, dumps = chosen.causal, None, None
         if rows is prefill and scored is not None:
             nowhere = jnp.full(rows.row.shape, -1, jnp.int32)
             to = jnp.where(scored < 0, rows.row.shape[0], scored)  # past the end: dropped
             place = nowhere.at[to].set(n_verify + jnp.arange(scored.shape[0], dtype=jnp.int32))
         if score_queries and (rows is verify or scored is not None):
-            n_packed = score_queries * group
-            shape = coded_shape(n_layers, n_scored, n_kv_heads, n_packed, context, block)
+            dumps = shapes.codes
             tile = tile._replace(block=block)  # one block size for all scores
-        out, new_scores = causal_attention(
+        left, codes = causal_attention(
             q,
             k_pool,
             v_pool,
@@ -103,9 +96,8 @@ def fused_attention(
             layer,
             rows,
             place,
-            out,
-            scores,
-            shape,
+            codes,
+            dumps,
             n=n,
             first_query=first_query,
             score_queries=score_queries,
@@ -114,6 +106,19 @@ def fused_attention(
             programs=chosen.programs,
             interpret=interpret,
         )
-        scores = scores if new_scores is None else new_scores
+        unmerged.append(left)
         first_query += rows.row.shape[0] * n
-    return out, scores
+    out, factor = finish(
+        q,
+        k_pool,
+        v_pool,
+        layer,
+        drafts,
+        unmerged,
+        factor,
+        shapes and shapes.factor,
+        scale=scale,
+        tile=tiles_of(1).draft,
+        interpret=interpret,
+    )
+    return out, CodedScores(codes, factor) if score_queries else None
