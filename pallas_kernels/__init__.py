@@ -6,6 +6,7 @@
 | `add_norm` | a residual stream takes a matmul's output; its RMS norm for the next one |
 | `matmul` | a layer's matmuls, where all blocks of a kernel run at once; parts of sums |
 | `append_kv` | norms and rotation of a qkv projection; keys and values into the pool, in place |
+| `pack_kv`, `unpack_kv` | KV of some slots of all layers, as one array; back into the pools |
 | `rank_positions` | scores of several queries -> one ranking of the positions |
 | `select_positions` | exact top-K positions per layer, row and KV head |
 | `sample_tokens` | penalties, filters, noise and argmax over the vocabulary; logprobs |
@@ -29,6 +30,7 @@ from pallas_kernels.fused_attention import (
     sliding_window,
 )
 from pallas_kernels.matmul import matmul, matmul_parts
+from pallas_kernels.pack_kv import pack_kv, unpack_kv
 from pallas_kernels.rank_positions import rank_positions
 from pallas_kernels.sample_tokens import (
     SampleArgs,
@@ -57,6 +59,7 @@ __all__ = [
     "fused_attention",
     "matmul",
     "matmul_parts",
+    "pack_kv",
     "rank_positions",
     "sample",
     "sample_tokens",
@@ -64,4 +67,5 @@ __all__ = [
     "select_positions",
     "sliding_window",
     "token_logprobs",
+    "unpack_kv",
 ]

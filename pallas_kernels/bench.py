@@ -29,8 +29,10 @@ from pallas_kernels import (
     gpus,
     matmul,
     matmul_parts,
+    pack_kv,
     rank_positions,
     select_positions,
+    unpack_kv,
 )
 from pallas_kernels.fused_attention import pallas_triton
 from pallas_kernels.fused_attention.tiles import Tile, Tiles, choose_tiles
@@ -42,12 +44,13 @@ from pallas_kernels.shapes import (
     Append,
     Attention,
     Matmul,
+    Pack,
     Rank,
     Sample,
     Select,
 )
 
-Case = Attention | Append | AddNorm | Matmul | Rank | Select | Sample
+Case = Attention | Append | AddNorm | Matmul | Rank | Select | Sample | Pack
 OPS = (
     "fused_attention",
     "append_kv",
@@ -56,6 +59,7 @@ OPS = (
     "rank_positions",
     "select_positions",
     "sample_tokens",
+    "pack_kv",
 )
 
 
@@ -234,6 +238,37 @@ def sample_time(case: Sample, n_calls: int, repeats: int, implementation: str) -
     return seconds(run, logits, calls, repeats=repeats) / n_calls
 
 
+def pack_time(case: Pack, n_calls: int, repeats: int, implementation: str) -> float:
+    """Seconds per call. All calls have their own slots and chunks, so that no cache has them.
+
+    Pools that chunks come back to are donated and passed on from call to call.
+    """
+    arrays = case.inputs()
+    pools, slots = [arrays["pools"]], arrays["slots"]
+    calls = [1 + (slots - 1 + i * len(slots)) % (case.n_slots - 1) for i in range(n_calls)]
+    if case.back is None:
+
+        @jax.jit
+        def run(pools, calls):
+            return [pack_kv(pools, slots, implementation=implementation) for slots in calls]
+
+        return seconds(run, *pools, calls, repeats=repeats) / n_calls
+    chunks = [tuple(x * (1 + i / 16) for x in arrays["packed"]) for i in range(n_calls)]
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def run_back(pools, chunks, calls):
+        for packed, slots in zip(chunks, calls, strict=True):
+            pools = unpack_kv(pools, packed, slots, implementation=implementation)
+        return pools
+
+    def step():
+        new_pools = run_back(pools.pop(), chunks, calls)
+        pools.append(new_pools)
+        return new_pools
+
+    return seconds(step, repeats=repeats) / n_calls
+
+
 def case_time(case: Case, variant: str, n_calls: int, repeats: int) -> float:
     if isinstance(case, Attention):
         attend = functools.partial(fused_attention, implementation=variant)
@@ -246,6 +281,8 @@ def case_time(case: Case, variant: str, n_calls: int, repeats: int) -> float:
         return matmul_time(case, n_calls, repeats, variant)
     if isinstance(case, Rank):
         return rank_time(case, n_calls, repeats, variant)
+    if isinstance(case, Pack):
+        return pack_time(case, n_calls, repeats, variant)
     if isinstance(case, Sample):
         return sample_time(case, n_calls, repeats, variant)
     return select_time(case, n_calls, repeats, variant)

@@ -10,6 +10,7 @@ from pallas_kernels.shapes import (
     append_kv,
     fused_attention,
     matmul,
+    pack_kv,
     rank_positions,
     sample_tokens,
     select_positions,
@@ -18,6 +19,7 @@ from pallas_kernels.shapes.add_norm import AddNorm
 from pallas_kernels.shapes.append_kv import Append
 from pallas_kernels.shapes.fused_attention import Attention
 from pallas_kernels.shapes.matmul import Matmul
+from pallas_kernels.shapes.pack_kv import Pack
 from pallas_kernels.shapes.rank_positions import Rank
 from pallas_kernels.shapes.sample_tokens import Sample
 from pallas_kernels.shapes.select_positions import Select
@@ -29,6 +31,7 @@ __all__ = [
     "Append",
     "Attention",
     "Matmul",
+    "Pack",
     "Rank",
     "Sample",
     "Select",
@@ -42,6 +45,7 @@ _OPS = {
     "rank_positions": rank_positions,
     "select_positions": select_positions,
     "sample_tokens": sample_tokens,
+    "pack_kv": pack_kv,
 }
 
 H200 = {op: shapes.H200 for op, shapes in _OPS.items()}

@@ -43,6 +43,8 @@ from test_accuracy import (
 from test_append_kv import EPS, make_inputs
 from test_matmul import check as check_product
 from test_matmul import operands
+from test_pack_kv import assert_unpacked, packed_by_numpy, unpacked_by_numpy
+from test_pack_kv import make_inputs as make_chunks
 from test_rank_positions import make_coded, make_rows
 from test_rank_positions import probabilities as coded_probabilities
 
@@ -50,26 +52,31 @@ from pallas_kernels import (
     add_norm,
     append_kv,
     fused_attention,
+    pack_kv,
     rank_positions,
     sample,
     select_positions,
     token_logprobs,
+    unpack_kv,
 )
 from pallas_kernels.add_norm import pallas_triton as norm_kernel
 from pallas_kernels.append_kv import pallas_triton as append_kernel
 from pallas_kernels.fused_attention import pallas_triton as attention_kernel
 from pallas_kernels.matmul import mosaic_gpu
 from pallas_kernels.matmul.tiles import Tile
+from pallas_kernels.pack_kv import pallas_triton as pack_kernel
 from pallas_kernels.rank_positions import pallas_triton as rank_kernel
 from pallas_kernels.sample_tokens import pallas_triton as sample_kernel
 from pallas_kernels.select_positions import pallas_triton as select_kernel
-from pallas_kernels.shapes import Append
+from pallas_kernels.shapes import Append, Pack
 
 DEVICE = jax.devices()[0]
 JITTED = [
     (norm_kernel, "add_norm"),
     (append_kernel, "append_kv"),
     (attention_kernel, "fused_attention"),
+    (pack_kernel, "pack_kv"),
+    (pack_kernel, "unpack_kv"),
     (rank_kernel, "rank_positions"),
     (sample_kernel, "best_tokens"),
     (sample_kernel, "log_normalisers"),
@@ -233,6 +240,18 @@ def sampling():
     verify_logprobs(logits, args, rows, tokens, actual)
 
 
+def chunks():
+    """Rows that do not fill a block, and rows that do; all slots of the pools."""
+    for heads, head_dim in ((3, 80), (8, 128)):
+        case = Pack(5, 12, n_slots=37, n_kv_heads=heads, head_dim=head_dim, back=3)
+        pools, packed, slots = make_chunks(case, padding=0)
+        slots[5:8] = 0
+        np.testing.assert_array_equal(launch(pack_kv, pools, slots), packed_by_numpy(pools, slots))
+        results = launch(unpack_kv, pools, packed, slots)
+        assert_unpacked(results, unpacked_by_numpy(pools, packed, slots))
+        print(f"pack_kv, unpack_kv, {heads} heads of {head_dim}: exact")
+
+
 OPS = {
     "fused_attention": attention,
     "matmul": product,
@@ -241,6 +260,7 @@ OPS = {
     "rank_positions": rank,
     "select_positions": select,
     "sample_tokens": sampling,
+    "pack_kv": chunks,
 }
 
 

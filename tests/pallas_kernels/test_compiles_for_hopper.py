@@ -65,6 +65,31 @@ result = {
     assert max(temp.values()) < 1 << 20
 
 
+def test_chunks_of_models_with_few_and_many_layers():
+    """Nothing but pointers in temporary memory: pools of 0.1 GiB each are written in place. Those
+    of 126 layers take more pointers than a kernel has, so they take two."""
+    temp = compile_for_h200("""
+import dataclasses
+import functools
+from pallas_kernels import pack_kv, unpack_kv
+from pallas_kernels.shapes import H200
+
+kernel = {"implementation": "pallas", "interpret": False}
+pack = functools.partial(pack_kv, **kernel)
+unpack = jax.jit(functools.partial(unpack_kv, **kernel), donate_argnames="pools")
+result = {}
+for name, case in H200["pack_kv"].items():
+    for n_layers in (2, 36, 126):
+        shapes = jax.eval_shape(dataclasses.replace(case, n_layers=n_layers).inputs)
+        op = unpack if "packed" in shapes else pack
+        result[f"{name}, {n_layers} layers"] = temp_bytes(op, **shapes)
+    other = dataclasses.replace(case, n_layers=3, n_kv_heads=3, head_dim=80, dtype="float32")
+    result[f"{name}, rows of 240"] = temp_bytes(op, **jax.eval_shape(other.inputs))
+""")
+    assert len(temp) == 4 * 4
+    assert max(temp.values()) < 64 << 10
+
+
 def test_matmuls_of_a_large_step():
     temp = compile_for_h200(
         """

@@ -11,11 +11,18 @@ import numpy as np
 import pytest
 from attention_cases import Shape, random_step
 
-from pallas_kernels import append_kv, fused_attention, matmul_parts, select_positions
+from pallas_kernels import (
+    append_kv,
+    fused_attention,
+    matmul_parts,
+    pack_kv,
+    select_positions,
+    unpack_kv,
+)
 from pallas_kernels.fused_attention.tiles import choose_tiles
 from pallas_kernels.gpus import GPUS
 from pallas_kernels.lowering import lower_for_cuda
-from pallas_kernels.shapes import Append
+from pallas_kernels.shapes import Append, Pack
 
 TRITON_CALL = "__gpu$xla.gpu.triton"
 MOSAIC_CALL = "mosaic_gpu_v2"
@@ -114,6 +121,23 @@ def test_select_positions(size, dtype):
     assert TRITON_CALL in lower_for_cuda(run, scores, rows, rows).as_text()
 
 
+@pytest.mark.parametrize("device_kind", GPUS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(("n_kv_heads", "head_dim"), [(8, 128), (3, 64), (1, 80), (1, 5)])
+def test_pack_kv(n_kv_heads, head_dim, dtype, device_kind):
+    """One launch for all layers, each way; what comes back is written in place."""
+    case = Pack(3, 48, 512, n_kv_heads=n_kv_heads, head_dim=head_dim, back=2, dtype=dtype)
+    arrays = jax.eval_shape(case.inputs)
+    run = functools.partial(unpack_kv, **as_kernel)
+    text = lower_for_cuda(run, **arrays, device_kind=device_kind).as_text()
+    assert text.count(TRITON_CALL) == 1
+    assert text.count("output_operand_alias<") == 6
+    del arrays["packed"]
+    run = functools.partial(pack_kv, **as_kernel)
+    text = lower_for_cuda(run, **arrays, device_kind=device_kind).as_text()
+    assert text.count(TRITON_CALL) == 1
+
+
 def test_donations_of_a_jitted_function_are_kept():
     run = jax.jit(lambda x, n: x * n, static_argnums=1, donate_argnums=0)
     text = lower_for_cuda(run, jnp.zeros((4,)), 3).as_text()
@@ -123,7 +147,7 @@ def test_donations_of_a_jitted_function_are_kept():
 def test_import_is_quiet():
     program = "import pallas_kernels, pallas_kernels.lowering\n" + "".join(
         f"import pallas_kernels.{op}.pallas_triton\n"
-        for op in ("append_kv", "fused_attention", "select_positions")
+        for op in ("append_kv", "fused_attention", "pack_kv", "select_positions")
     )
     program += "import pallas_kernels.matmul.mosaic_gpu\n"
     done = subprocess.run(

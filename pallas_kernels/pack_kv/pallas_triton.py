@@ -1,0 +1,170 @@
+"""`pack_kv` and `unpack_kv` in Pallas (Triton lowering): one launch for the pools of all layers.
+
+A program copies the rows of a few tokens of one pool, whose number is a program id. A kernel cannot
+index its arrays by a number, so a tree of branches leads to the pool: 7 of them for 72 pools. The
+branches differ in nothing but the pool, so the compiler lets them choose its address, and all that
+is done with it follows once: for 72 pools a kernel has 300 instructions and compiles in half a
+second, for 240 in four. One launch a layer would need no tree, but 36 times the start and the tail
+of a kernel that moves 0.5 MB.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+from pallas_kernels.pack_kv.reference import Pools
+
+_BLOCK_BYTES = 16 << 10  # of a program, at most
+_PROGRAMS = 528  # enough to fill a large GPU (132 SMs, four programs each)
+_MAX_WARPS = 8
+# Of one launch: pointers have 4 KB, and an array that is written in place comes as two.
+MAX_POOLS = 240
+
+
+class Tile(NamedTuple):
+    """Tokens of a program, and its warps."""
+
+    tokens: int
+    warps: int
+
+
+def choose_tile(n_pools: int, chunk: int, row: int, dtype: jnp.dtype) -> Tile:
+    """Eight accesses of 16 bytes per thread, all under way at once; more tokens as long as they
+    divide the chunk and the programs fill the GPU.
+    """
+    row_bytes = pl.next_power_of_2(row) * dtype.itemsize
+    tokens = 1
+    while (
+        chunk % (2 * tokens) == 0
+        and 2 * tokens * row_bytes <= _BLOCK_BYTES
+        and n_pools * chunk >= 2 * tokens * _PROGRAMS
+    ):
+        tokens *= 2
+    return Tile(tokens, min(max(1, tokens * row_bytes // (32 * 8 * 16)), _MAX_WARPS))
+
+
+def _choose(number: Array, branches: Sequence[Callable[[], Any]]) -> Any:
+    """What the branch of that number returns; it is found by halving."""
+    if len(branches) == 1:
+        return branches[0]()
+    half = len(branches) // 2
+    return lax.cond(
+        number < half,
+        lambda: _choose(number, branches[:half]),
+        lambda: _choose(number - half, branches[half:]),
+    )
+
+
+class _Columns(NamedTuple):
+    """The padded columns of a block of rows [tokens, row]."""
+
+    at: Array
+    live: Array | None
+    """Mask of the block; None if all columns exist."""
+
+    @classmethod
+    def of(cls, tokens: int, row: int) -> "_Columns":
+        n = pl.next_power_of_2(row)
+        at = lax.broadcasted_iota(jnp.int32, (1, n), 1)
+        return cls(at, None if n == row else jnp.broadcast_to(at < row, (tokens, n)))
+
+    def load(self, ref: Any, *index: Any) -> Array:
+        other = None if self.live is None else 0
+        return plt.load(ref.at[(*index, self.at)], mask=self.live, other=other)
+
+    def store(self, ref: Any, *index: Any, values: Array) -> None:
+        plt.store(ref.at[(*index, self.at)], values, mask=self.live)
+
+
+def _pack_kernel(slots_ref, *refs, n_pools: int, first: int, tokens: int):
+    pool_refs, packed_ref = refs[:n_pools], refs[-1]
+    pool = pl.program_id(1)
+    token = pl.program_id(0) * tokens + lax.broadcasted_iota(jnp.int32, (tokens, 1), 0)
+    columns = _Columns.of(tokens, packed_ref.shape[2])
+    slot = plt.load(slots_ref.at[token])
+    values = _choose(pool, [functools.partial(columns.load, ref, slot) for ref in pool_refs])
+    columns.store(packed_ref, first + pool, token, values=values)
+
+
+def _unpack_kernel(slots_ref, *refs, n_packed: int, n_pools: int, first: int, tokens: int):
+    packed_refs, pool_refs = refs[:n_packed], refs[-n_pools:]
+    _, chunk, row = packed_refs[0].shape
+    block, pool = pl.program_id(0), pl.program_id(1)
+    number = block // (chunk // tokens)  # of the chunk
+    place = block * tokens + lax.broadcasted_iota(jnp.int32, (tokens, 1), 0)
+    token = place - number * chunk
+    columns = _Columns.of(tokens, row)
+    slot = plt.load(slots_ref.at[place])
+    loads = [functools.partial(columns.load, ref, first + pool, token) for ref in packed_refs]
+    values = _choose(number, loads)
+    _choose(pool, [functools.partial(columns.store, ref, slot, values=values) for ref in pool_refs])
+
+
+def _rows(pools: Pools) -> list[Array]:
+    """Keys and values of each layer in turn, [slots, Hkv * D]."""
+    return [pool.reshape(len(pool), -1) for layer in pools for pool in layer]
+
+
+def _launches(pools: list[Array], max_pools: int) -> list[tuple[int, list[Array]]]:
+    """The pools of each launch, and the number of its first."""
+    return [(i, pools[i : i + max_pools]) for i in range(0, len(pools), max_pools)]
+
+
+@functools.partial(jax.jit, static_argnames=("interpret", "max_pools"))
+def pack_kv(pools: Pools, slots: Array, *, interpret: bool, max_pools: int = MAX_POOLS) -> Array:
+    rows = _rows(pools)
+    shape = jax.ShapeDtypeStruct((len(rows), len(slots), rows[0].shape[1]), rows[0].dtype)
+    tile = choose_tile(*shape.shape, shape.dtype)
+    packed = []  # by the launches before, in place
+    for first, group in _launches(rows, max_pools):
+        out = pl.pallas_call(
+            functools.partial(_pack_kernel, n_pools=len(group), first=first, tokens=tile.tokens),
+            out_shape=shape,
+            grid=(len(slots) // tile.tokens, len(group)),
+            input_output_aliases={1 + len(group): 0} if packed else {},
+            name="pack_kv",
+            compiler_params=plt.CompilerParams(num_warps=tile.warps, num_stages=1),
+            interpret=interpret,
+        )(slots, *group, *packed)
+        packed = [out]
+    return packed[0].reshape(len(pools), 2, len(slots), *pools[0][0].shape[1:])
+
+
+@functools.partial(jax.jit, static_argnames=("interpret", "max_pools"))
+def unpack_kv(
+    pools: Pools,
+    packed: tuple[Array, ...],
+    slots: Array,
+    *,
+    interpret: bool,
+    max_pools: int = MAX_POOLS,
+) -> Pools:
+    rows = _rows(pools)
+    chunk = len(slots) // len(packed)
+    inputs = slots, *(x.reshape(len(rows), chunk, -1) for x in packed)
+    tile = choose_tile(len(rows), chunk, rows[0].shape[1], rows[0].dtype)
+    done = []
+    for first, group in _launches(rows, max_pools):
+        done += pl.pallas_call(
+            functools.partial(
+                _unpack_kernel,
+                n_packed=len(packed),
+                n_pools=len(group),
+                first=first,
+                tokens=tile.tokens,
+            ),
+            out_shape=[jax.ShapeDtypeStruct(pool.shape, pool.dtype) for pool in group],
+            grid=(len(slots) // tile.tokens, len(group)),
+            input_output_aliases={len(inputs) + i: i for i in range(len(group))},
+            name="unpack_kv",
+            compiler_params=plt.CompilerParams(num_warps=tile.warps, num_stages=1),
+            interpret=interpret,
+        )(*inputs, *group)
+    pools_of_layers = iter(pool.reshape(pools[0][0].shape) for pool in done)
+    return tuple(zip(pools_of_layers, pools_of_layers, strict=True))
