@@ -74,7 +74,7 @@ class Executor:
         self._slots = slots
         self._placement = placement
         self._host_chunks = host_chunks
-        self._offload = KvOffload(placement, kv_chunk)
+        self._offload = KvOffload(placement, kv_chunk, config.implementation)
         self._drafter = make_drafter(self._model, speculation, buckets.width, config.implementation)
         self._state_shardings = state_shardings(placement, self._drafter)
         self._peers: Peers | None = None

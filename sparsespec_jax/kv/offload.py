@@ -8,6 +8,7 @@ nothing indexes host memory inside a compiled function.
 
 from __future__ import annotations
 
+import functools
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -15,6 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels import pack_kv, unpack_kv
+from sparsespec_jax.config import Implementation
 from sparsespec_jax.kv.allocator import TRASH_SLOT
 from sparsespec_jax.kv.pool import Pools
 from sparsespec_jax.kv.space import Evict, Forget, Map, Move, Restore
@@ -22,7 +25,7 @@ from sparsespec_jax.parallel.sharding import Placement
 
 CHUNK_BYTES = 32 * 2**20  # smaller ones copy more slowly, and cost the dispatching thread more
 CHUNKS_PER_STEP = 4  # back to the device: up to 128 MiB, 2.7 ms at 48 GB/s
-_AT_ONCE = (4, 2, 1)  # chunks that one call unpacks: it launches two kernels a layer, however many
+_AT_ONCE = (4, 2, 1)  # chunks that one call unpacks: to the host it costs the same, however many
 _IN_FLIGHT = 8  # chunks packed on the device and not on the host yet
 _COPIES = 4  # at once: each waits until the steps enqueued before it are done
 _RESERVED_BYTES = 8 * 2**30  # of pinned memory, allocated early: that stops the GPU for a while
@@ -37,7 +40,8 @@ def chunk_tokens(token_bytes: int) -> int:
 class KvOffload:
     """Carries out moves; owns the chunks in host memory. One thread at a time may use it."""
 
-    def __init__(self, placement: Placement, chunk: int):
+    def __init__(self, placement: Placement, chunk: int, implementation: Implementation = "auto"):
+        """`chunk`: tokens of each; `implementation`: of `pack_kv` and `unpack_kv`."""
         self._chunk = chunk
         self._on_device = placement.of(None, None, None, "kv_heads", None)
         device = placement.mesh.local_devices[0]
@@ -48,10 +52,19 @@ class KvOffload:
         self._chunks: dict[int, Future[jax.Array]] = {}
         self._threads: ThreadPoolExecutor | None = None
         self._in_flight = threading.BoundedSemaphore(_IN_FLIGHT)
-        self._pack = jax.jit(_pack, out_shardings=self._on_device)
-        pools = placement.of(None, "kv_heads", None)
-        self._unpack = jax.jit(_unpack, donate_argnums=0, out_shardings=pools)
-        self._map = jax.jit(_map, donate_argnums=0, out_shardings=placement.replicated)
+        pools, replicated = placement.of(None, "kv_heads", None), placement.replicated
+        self._pack = placement.jit(
+            functools.partial(pack_kv, implementation=implementation),
+            (pools, replicated),
+            self._on_device,
+        )
+        self._unpack = placement.jit(
+            functools.partial(unpack_kv, implementation=implementation),
+            (pools, self._on_device, replicated),
+            pools,
+            donate_argnums=0,
+        )
+        self._map = jax.jit(_map, donate_argnums=0, out_shardings=replicated)
 
     def warmup(self, pools: Pools, table: jax.Array, chunks: int) -> tuple[Pools, jax.Array]:
         """Compile what moves, and allocate host memory for up to `chunks`. Donates as `move`."""
@@ -118,19 +131,6 @@ class KvOffload:
         padded = np.full(self._chunk, TRASH_SLOT, np.int32)
         padded[: len(slots)] = slots
         return padded
-
-
-def _pack(pools: Pools, slots: jax.Array) -> jax.Array:
-    """KV of `slots` [C]: [layers, 2, C, kv_heads, head_dim]."""
-    return jnp.stack([jnp.stack([pool[slots] for pool in layer]) for layer in pools])
-
-
-def _unpack(pools: Pools, packed: tuple[jax.Array, ...], slots: jax.Array) -> Pools:
-    """Writes KV that `_pack` packed to `slots`, those of one chunk after another."""
-    return tuple(
-        tuple(pool.at[slots].set(values) for pool, values in zip(layer, both, strict=True))
-        for layer, both in zip(pools, jnp.concatenate(packed, axis=2), strict=True)
-    )
 
 
 def _map(table: jax.Array, slots: jax.Array, row_and_position: jax.Array) -> jax.Array:

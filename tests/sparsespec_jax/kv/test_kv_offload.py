@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pallas_kernels.lowering import lower_for_cuda
 from sparsespec_jax.kv import offload as offload_module
 from sparsespec_jax.kv.offload import KvOffload, chunk_tokens
 from sparsespec_jax.kv.space import Evict, Forget, Map, Restore
@@ -223,20 +224,44 @@ def lowered(offload: KvOffload) -> dict[str, str]:
         "map": (offload._map, (table, chunk, place)),
     }
     return {
-        name: function.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+        name: lower_for_cuda(function, *arguments).as_text()
         for name, (function, arguments) in calls.items()
     }
 
 
-def test_the_moves_lower_for_a_gpu_and_index_device_memory_only(offload):
+@pytest.mark.parametrize("kernels", [False, True])
+def test_the_moves_lower_for_a_gpu_and_index_device_memory_only(offload, monkeypatch, kernels):
     """Host memory is seen by whole-array copies alone: indexing it in a program is undefined."""
+    if kernels:
+        monkeypatch.setattr(jax, "default_backend", lambda: "gpu")  # "auto" means the kernels
     texts = lowered(offload)
-    assert "gather" in texts["pack"]
-    assert "scatter" in texts["unpack"]
+    for name in ("pack", "unpack"):
+        assert texts[name].count("__gpu$xla.gpu.triton") == kernels
+    assert kernels or "gather" in texts["pack"]
+    assert kernels or "scatter" in texts["unpack"]
     assert "scatter" in texts["map"]
     for text in texts.values():
         for memory in ("pinned_host", "unpinned_host", "annotate_device_placement", "S(5)"):
             assert memory not in text
+
+
+def test_shards_of_the_pools_are_moved_by_the_kernels_too():
+    """Each device moves its own KV heads, and keeps its share of a chunk."""
+    placement = Placement.over(2)
+    offload = KvOffload(placement, CHUNK, "pallas")
+    sharding = placement.of(None, "kv_heads", None)
+    before = on_host(make_pools(jnp.bfloat16))
+    pools = jax.device_put(make_pools(jnp.bfloat16), sharding)
+    table = jax.device_put(make_table(), placement.replicated)
+    pools, table = offload.move([Evict(slots(5, 7, 9), 0), Evict(slots(2), 1)], pools, table)
+    chunk = offload._chunks[0].result()
+    assert chunk.sharding.shard_shape(chunk.shape) == (LAYERS, 2, CHUNK, HEADS // 2, HEAD_DIM)
+    pools, table = offload.move([Restore(0, slots(1, 3, 4)), Restore(1, slots(8))], pools, table)
+    offload.close()
+    assert {leaf.sharding for leaf in jax.tree.leaves(pools)} == {sharding}
+    for found, expected in zip(on_host(pools), before, strict=True):
+        expected[[1, 3, 4, 8]] = expected[[5, 7, 9, 2]]
+        assert found[1:].tobytes() == expected[1:].tobytes()
 
 
 def test_what_is_away_lies_in_pinned_host_memory(offload):
