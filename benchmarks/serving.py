@@ -13,7 +13,8 @@ for the setting `oracle`. The KV pool is scaled with it (`--pool` tokens of one 
 Such a run takes hours at scale 1. `--window SECONDS` measures so many seconds out of the middle of
 one instead: the first `--batch` requests are found as a moment picks them, long ones more often,
 each somewhere in its output, and their KV is said to be there (random numbers); the window opens
-when they decode. What the pool has no room for waits, as it would.
+`--settle` seconds after all of them decode (`auto` has tried what there is to try by then). What
+the pool has no room for waits, as it would.
 
 Weights are random, and so would be acceptance: whether a draft is accepted is drawn instead, with
 the probabilities of its place in the cycle that `--accepted` lists (those measured on
@@ -24,6 +25,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import re
 import threading
 import time
 from collections.abc import Sequence
@@ -57,7 +59,10 @@ SETTINGS: dict[str, dict] = {
     "oracle": {"kv_policy": "conservative"},  # and the true lengths are told
     "no pressure": {"kv_cache_memory": None},
     "plain": {"method": "none"},
+    "k=4": {"k": 4},
+    "k=2": {"k": 2},
     "auto": {"k": "auto"},
+    "auto, sparsity too": {"k": "auto", "sparsity": "auto"},
 }
 
 
@@ -86,6 +91,7 @@ def measure(
     speculation = SpeculationConfig(
         method=changes.pop("method", "pillar"),
         k=changes.pop("k", args.k),
+        sparsity=changes.pop("sparsity", 0.05),
         min_budget=args.min_budget,
     )
     width = workload.longest + 256
@@ -128,6 +134,7 @@ def measure(
         while not (recorder.decoding() or progress.done.wait(0.1)):
             if time.perf_counter() - start > args.timeout:
                 raise TimeoutError(f"{name}: no steady state after {args.timeout} s")
+        progress.done.wait(args.settle)
         start = time.perf_counter()
     before = engine.stats()
     finished = progress.done.wait(args.window or args.timeout)
@@ -197,7 +204,7 @@ def percentiles(values: Sequence[float], digits: int) -> list[float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-8b")
-    parser.add_argument("--settings", default="balanced,lockstep", help=", ".join(SETTINGS))
+    parser.add_argument("--settings", default="balanced,lockstep", help="; ".join(SETTINGS))
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--batch-buckets", type=int, nargs="+", help="default: the engine's")
     parser.add_argument("--requests", type=int, default=256)
@@ -209,15 +216,16 @@ def main() -> None:
     parser.add_argument("--accepted", type=float, nargs="+", default=ACCEPTED)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--window", type=float, default=0, help="seconds; 0: the whole workload")
+    parser.add_argument("--settle", type=float, default=0, help="seconds until the window opens")
     parser.add_argument("--trace", type=Path, help="trace copies behind the window, into this")
     parser.add_argument("--trace-seconds", type=float, default=2)
     parser.add_argument("--timeout", type=float, default=300)
     parser.add_argument("--compilation-cache")
     parser.add_argument("--json", type=Path, help="append the results to this file")
     args = parser.parse_args()
-    names = args.settings.split(",")
+    names = re.split(r",(?! )", args.settings)
     if unknown := set(names) - set(SETTINGS):
-        parser.error(f"--settings: {', '.join(sorted(unknown))}: not among {', '.join(SETTINGS)}")
+        parser.error(f"--settings: {'; '.join(sorted(unknown))}: not among {'; '.join(SETTINGS)}")
     workload = Workload.aime(args.requests, args.scale, args.batch if args.window else 0)
     model = model_of(args.shape, workload.longest + 256)
     params = random_params(model, jnp.dtype(args.dtype))
