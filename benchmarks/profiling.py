@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import gzip
 import json
 import re
 import statistics
 from pathlib import Path
+
+import jax
+
+
+def traced_copies(directory: Path) -> contextlib.AbstractContextManager[None]:
+    """A trace for `copy_rates`. Command buffers count as one kernel each: to see into them while an
+    engine runs has ended in CUDA errors."""
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = options.host_tracer_level = 0
+    options.advanced_configuration = {"gpu_enable_cupti_activity_graph_trace": True}
+    return jax.profiler.trace(str(directory), profiler_options=options)
 
 
 def copy_rates(directory: Path, least: int = 1 << 20) -> dict[str, float]:

@@ -36,7 +36,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.models import SHAPES, model_of, random_params
-from benchmarks.profiling import copy_rates
+from benchmarks.profiling import copy_rates, traced_copies
 from benchmarks.report import environment, write
 from benchmarks.step_time import randomize
 from benchmarks.watching import Copies, Progress, Recorder
@@ -140,7 +140,7 @@ def measure(
     finished = progress.done.wait(args.window or args.timeout)
     end, after = time.perf_counter(), engine.stats()
     if args.trace:
-        with jax.profiler.trace(str(args.trace / name)):
+        with traced_copies(args.trace / name):
             progress.done.wait(args.trace_seconds)
     progress.done.set()
     watcher.join()
@@ -198,6 +198,8 @@ def measure(
 
 
 def percentiles(values: Sequence[float], digits: int) -> list[float]:
+    if len(values) == 0:  # no request lasted as long as the window
+        return []
     return [round(float(x), digits) for x in np.percentile(values, [50, 99])]
 
 

@@ -2,7 +2,7 @@
 
     python -m benchmarks.warmup --shape qwen3-8b --json out.json
 
-With the engine's defaults, a context of 40,960 tokens and random weights; nothing of it comes out of
+With the engine's defaults, a context of 40,960 tokens and random weights; nothing of it comes from
 a compilation cache.
 """
 
