@@ -42,7 +42,7 @@ def cycle(buckets: Buckets, batch: int, k: int) -> list[Step]:
     steps = []
     for phase in phases_of_cycle(batch, k):
         drafts, verifies = int((phase < k).sum()), int((phase == k).sum())
-        bucket = buckets.smallest(drafts, verifies, False, buckets.width, Features(), k=k)
+        bucket = buckets.smallest(drafts, verifies, 0, buckets.width, Features(), k=k)
         steps.append((bucket, pack_plan(buckets.layout(bucket), phase, k)))
     return steps
 

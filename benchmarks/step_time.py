@@ -124,7 +124,7 @@ def step_bucket(buckets: Buckets, args: argparse.Namespace) -> Bucket:
     """What the engine runs `--batch` decoding rows with, unless the arguments say otherwise."""
     verifies = buckets.most_verifies(args.batch)
     bucket = buckets.smallest(
-        args.batch - verifies, verifies, prefill=False, context=buckets.width, features=Features()
+        args.batch - verifies, verifies, chunks=0, context=buckets.width, features=Features()
     )
     given = {"drafts": args.drafts, "verifies": args.verifies}
     return bucket._replace(**{name: rows for name, rows in given.items() if rows is not None})

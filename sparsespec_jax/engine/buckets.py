@@ -38,6 +38,10 @@ class Buckets:
     to k rows often verifies nothing, and has a bucket for that, with room for b drafts; a lone row
     drafts or verifies.
 
+    A prompt's chunk has more queries than most batches have: steps have one chunk, or as many as
+    there can be where more than half of them are needed. Batches beside one chunk come in half as
+    many sizes, and beside many there is room for all rows that may decode.
+
     Where phases are not `balanced`, drafts and verifications have room for all rows, or none.
 
     delayed: the host verifies, so that a cycle is a step longer; the room suffices as it is.
@@ -66,6 +70,7 @@ class Buckets:
         self.chunk = chunk
         self.prefill_rows = prefill_rows
         self._batches = _up_to(max_batch, batch_buckets or _batch_sizes(max_batch))
+        self._batches_beside_a_chunk = self._batches[::-2][::-1]
         # Drafts of a full-length row sit up to k positions past the longest context.
         self.width = -(-(max_context + k + 1) // 128) * 128
         contexts = context_buckets or _quarters(self.width, least_context, 128)
@@ -92,18 +97,19 @@ class Buckets:
         self,
         drafts: int,
         verifies: int,
-        prefill: bool,
+        chunks: int,
         context: int,
         features: Features,
         k: int | None = None,
     ) -> Bucket:
         """The bucket for so many rows, positions below `context`, and their sampling parameters.
 
+        `chunks`: of prompts, that there are to be done; a bucket may have room for fewer.
         `k`: drafts of a cycle, where that changes.
         """
         k = self.k if k is None else _at_least(self.ks, k)
-        drafts, verifies = self._rows(drafts, verifies, k)
-        chunks = self.prefill_rows if prefill else 0
+        chunks = self._chunk_rows(chunks)
+        drafts, verifies = self._rows(drafts, verifies, chunks, k)
         if not (verifies or chunks):
             features = features._replace(logprobs=-1)  # drafts report nothing
         return Bucket(
@@ -123,11 +129,18 @@ class Buckets:
         """Queries of a verify row."""
         return (self.k if bucket.k is None else bucket.k) + 1
 
-    def _rows(self, drafts: int, verifies: int, k: int) -> tuple[int, int]:
-        """Draft and verify rows of the bucket for so many."""
+    def _chunk_rows(self, needed: int) -> int:
+        most = self.prefill_rows
+        return most if needed > most // 2 else min(needed, 1)
+
+    def _rows(self, drafts: int, verifies: int, chunks: int, k: int) -> tuple[int, int]:
+        """Draft and verify rows of the bucket for so many, beside its prefill rows."""
         if not (drafts or verifies):
             return 0, 0
-        batch = _at_least(self._batches, drafts + verifies)
+        if chunks > 1:
+            return self._all_rows(k)
+        batches = self._batches_beside_a_chunk if chunks else self._batches
+        batch = _at_least(batches, drafts + verifies)
         if self.phases != "balanced":
             due = self.most_verifies(batch, k)
             while self.phases == "random" and due < verifies:
@@ -137,17 +150,26 @@ class Buckets:
         verifies = 0 if batch <= k and not verifies else self.most_verifies(batch, k)
         return 0 if batch == 1 and not drafts else self.most_drafts(batch, verifies, k), verifies
 
+    def _all_rows(self, k: int) -> tuple[int, int]:
+        """Draft and verify rows of the bucket for any that may decode."""
+        if self.phases != "balanced":
+            return self.max_batch if k else 0, self.max_batch
+        verifies = self.most_verifies(self.max_batch, k)
+        return self.most_drafts(self.max_batch, verifies, k), verifies
+
     def main(self) -> list[Bucket]:
         """What ordinary traffic uses, for warming up: without filters, penalties and logprobs."""
         buckets = set()
         for k in self.ks:
-            decoding = {(0, 0)}
-            for batch in self._batches:
-                decoding |= {self._rows(batch - n, n, k) for n in range(batch + 1)}
+            decoding = {
+                (*self._rows(batch - n, n, chunks, k), chunks)
+                for chunks in (0, 1, self.prefill_rows)
+                for batch in (0, *self._batches)
+                for n in range(batch + 1)
+            }
             buckets |= {
                 Bucket(drafts, verifies, chunks, context, k=None if k == self.k else k)
-                for drafts, verifies in decoding
-                for chunks in (0, self.prefill_rows)
+                for drafts, verifies, chunks in decoding
                 for context in self._contexts
                 if chunks or drafts or verifies
             }

@@ -50,6 +50,12 @@ class Row:
         return self.kv.row
 
     @property
+    def computed(self) -> int:
+        """Tokens that it need not prefill: it has, or shares a prefix that is there."""
+        shares = not self.kv.mapped and self.kv.prefix.ready
+        return len(self.kv.prefix) if shares else self.prefilled
+
+    @property
     def longest(self) -> int:
         """The most tokens the row can have, given the results not read yet."""
         return min(self.kv.length + self.kv.unread, self.request.max_length)

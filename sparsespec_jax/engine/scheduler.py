@@ -162,7 +162,7 @@ class Scheduler:
         bucket = self._buckets.smallest(
             len(drafting),
             len(verifying),
-            bool(prefilling),
+            self._chunks(prefilling),
             max(ends),
             self._features,
             k=self._verified_at_most(drafting, verifying),
@@ -204,6 +204,10 @@ class Scheduler:
         """
         drafted = [row.drafted for row in verifying] + [row.drafted + 1 for row in drafting]
         return max([self.choice.k, *drafted])
+
+    def _chunks(self, rows: list[Row]) -> int:
+        """That are left of their prompts."""
+        return sum(-(-(row.kv.target - row.computed) // self._buckets.chunk) for row in rows)
 
     def _end(self, row: Row) -> int:
         """Positions that a decoding row may write to in its cycle."""
@@ -258,8 +262,7 @@ class Scheduler:
                 row.announced = True
                 if row.kv.prefix.ready:
                     row.request.stats.shared_tokens = len(row.kv.prefix)
-            if not row.kv.mapped and row.kv.prefix.ready:
-                row.prefilled = len(row.kv.prefix)
+            row.prefilled = row.computed
             while entry < bucket.chunks and row.prefilled < row.kv.target:
                 end = min(row.prefilled + self._buckets.chunk, row.kv.target)
                 if not updates.map(row, end):

@@ -39,10 +39,15 @@ def needs(draw, made: Buckets) -> dict:
     return {
         "drafts": rows - verifies,
         "verifies": verifies,
-        "prefill": rows == 0 or draw(st.booleans()),
+        "chunks": draw(st.integers(int(rows == 0), 6)),
         "context": draw(st.integers(1, made.width)),
         "features": draw(st.builds(Features, st.booleans(), st.booleans(), st.integers(-1, 20))),
     }
+
+
+def chunk_rows(made: Buckets, need: dict) -> int:
+    few = need["chunks"] <= made.prefill_rows // 2
+    return min(need["chunks"], 1) if few else made.prefill_rows
 
 
 @settings(max_examples=200, deadline=None)
@@ -56,7 +61,7 @@ def test_the_smallest_bucket_has_room_for_what_was_asked(data):
     if made.k == 0:
         assert bucket.verifies >= need["verifies"]
     assert bucket.verifies <= made.most_verifies(made.max_batch)
-    assert bucket.chunks == (made.prefill_rows if need["prefill"] else 0)
+    assert bucket.chunks == chunk_rows(made, need)
     assert need["context"] <= bucket.context <= made.width
     assert bucket.filters >= need["features"].filters
     assert bucket.penalties >= need["features"].penalties
@@ -88,7 +93,7 @@ def test_rows_that_are_spread_evenly_over_the_phases_all_find_a_place(made):
         for step in range(made.k + 1):
             phases = (np.arange(rows) + step) % (made.k + 1)
             verifies = int((phases == made.k).sum())
-            bucket = made.smallest(rows - verifies, verifies, False, 1, Features())
+            bucket = made.smallest(rows - verifies, verifies, 0, 1, Features())
             assert bucket.verifies >= verifies
             assert bucket.drafts >= rows - verifies
 
@@ -114,39 +119,48 @@ def test_the_page_table_is_as_wide_as_the_context_and_the_drafts_behind_it():
 
 
 def test_there_are_few_buckets_by_default():
-    """Batches of 1, 4, 16, 24, 32, 48 and 64 (1 and 4 with a bucket more), 2 contexts."""
+    """Batches of 1, 4, 16, 24, 32, 48 and 64 (1 and 4 with a bucket more), 2 contexts; 1, 16, 32
+    and 64, and none, beside a chunk; all or none beside many."""
     made = make_buckets()
     assert made.main() == sorted(set(made.main()))
-    assert len(made.main()) == 2 * (9 + 10)
-    assert len(make_buckets(max_batch=1, max_context=500).main()) == 5
-    assert len(make_buckets(max_batch=4, max_context=500, batch_buckets=(4,)).main()) == 5
+    assert len(made.main()) == 2 * (9 + 6 + 2)
+    assert len(make_buckets(max_batch=1, max_context=500).main()) == 2 + 3 + 2
+    assert len(make_buckets(max_batch=4, max_context=500, batch_buckets=(4,)).main()) == 2 + 3 + 2
 
 
 def test_a_lone_row_drafts_or_verifies_but_has_no_room_for_both():
     made = make_buckets()
-    assert made.smallest(1, 0, False, 10, Features()) == Bucket(1, 0, 0, 1024)
-    assert made.smallest(0, 1, False, 10, Features()) == Bucket(0, 1, 0, 1024)
+    assert made.smallest(1, 0, 0, 10, Features()) == Bucket(1, 0, 0, 1024)
+    assert made.smallest(0, 1, 0, 10, Features()) == Bucket(0, 1, 0, 1024)
 
 
 def test_a_batch_of_up_to_k_rows_need_not_have_room_to_verify():
     made = make_buckets()
-    assert made.smallest(3, 0, False, 10, Features()) == Bucket(4, 0, 0, 1024)
+    assert made.smallest(3, 0, 0, 10, Features()) == Bucket(4, 0, 0, 1024)
     assert Bucket(4, 0, 0, 1024) in made.main()
 
 
 def test_a_batch_has_room_for_its_share_to_draft_and_to_verify():
     made = make_buckets(max_batch=128, batch_buckets=(4, 16, 64))
-    assert made.smallest(3, 1, False, 10, Features()) == Bucket(4, 1, 0, 1024)
-    assert made.smallest(5, 0, False, 10, Features()) == Bucket(22, 2, 0, 1024)  # 15 due
-    assert made.smallest(50, 7, False, 1025, Features()) == Bucket(64, 8, 0, 4096)  # 57 due
-    assert made.smallest(99, 9, False, 1025, Features()) == Bucket(121, 15, 0, 4096)  # 114 due
+    assert made.smallest(3, 1, 0, 10, Features()) == Bucket(4, 1, 0, 1024)
+    assert made.smallest(5, 0, 0, 10, Features()) == Bucket(22, 2, 0, 1024)  # 15 due
+    assert made.smallest(50, 7, 0, 1025, Features()) == Bucket(64, 8, 0, 4096)  # 57 due
+    assert made.smallest(99, 9, 0, 1025, Features()) == Bucket(121, 15, 0, 4096)  # 114 due
 
 
 def test_without_drafts_every_row_verifies_in_every_step():
     made = make_buckets(k=0)
-    assert made.smallest(0, 1, False, 10, Features()) == Bucket(0, 1, 0, 1024)
-    assert made.smallest(0, 5, False, 10, Features()) == Bucket(0, 16, 0, 1024)
+    assert made.smallest(0, 1, 0, 10, Features()) == Bucket(0, 1, 0, 1024)
+    assert made.smallest(0, 5, 0, 10, Features()) == Bucket(0, 16, 0, 1024)
     assert all(bucket.drafts == 0 for bucket in made.main())
+
+
+def test_a_step_has_one_chunk_or_room_for_many_and_then_for_all_rows_that_may_decode():
+    made = make_buckets(prefill_rows=8)
+    found = [made.smallest(17, 1, chunks, 10, Features()) for chunks in (0, 1, 4, 5, 40)]
+    few, many = Bucket(36, 4, 1, 1024), Bucket(64, 8, 8, 1024)
+    assert found == [Bucket(29, 3, 0, 1024), few, few, many, many]
+    assert made.smallest(0, 0, 8, 10, Features()) == Bucket(0, 0, 8, 1024)
 
 
 def test_own_sizes_replace_the_default_ones_and_the_largest_is_always_there():
@@ -167,14 +181,14 @@ def test_features_are_the_union_of_what_requests_ask_for():
 @pytest.mark.parametrize(("asked", "reported"), [(None, -1), (0, 0), (1, 5), (5, 5), (6, 20)])
 def test_logprobs_come_in_a_few_widths(asked, reported):
     features = Features().including(SamplingParams(logprobs=asked))
-    assert make_buckets().smallest(3, 1, False, 10, features).logprobs == reported
+    assert make_buckets().smallest(3, 1, 0, 10, features).logprobs == reported
     assert features.including(SamplingParams(logprobs=20)).logprobs == 20
 
 
 def test_a_step_that_only_drafts_reports_no_logprobs():
     features = Features(logprobs=5)
-    assert make_buckets().smallest(1, 0, False, 10, features).logprobs == -1
-    assert make_buckets().smallest(0, 0, True, 10, features).logprobs == 5
+    assert make_buckets().smallest(1, 0, 0, 10, features).logprobs == -1
+    assert make_buckets().smallest(0, 0, 1, 10, features).logprobs == 5
 
 
 PHASES = ("random", "lockstep")
@@ -189,9 +203,10 @@ def test_where_phases_are_not_balanced_there_is_room_for_whatever_is_due(data, p
     bucket = made.smallest(**need)
     assert bucket.drafts >= need["drafts"]
     assert bucket.verifies >= need["verifies"]
-    assert bool(bucket.drafts) == bool(need["drafts"])
-    assert bool(bucket.verifies) == bool(need["verifies"])
-    assert bucket.chunks == (made.prefill_rows if need["prefill"] else 0)
+    assert bucket.chunks == chunk_rows(made, need)
+    if not bucket.chunks == made.prefill_rows > 1:
+        assert bool(bucket.drafts) == bool(need["drafts"])
+        assert bool(bucket.verifies) == bool(need["verifies"])
 
 
 @settings(max_examples=100, deadline=None)
@@ -205,15 +220,15 @@ def test_lockstep_meets_only_main_buckets(data):
 
 def test_in_lockstep_all_rows_draft_or_all_verify():
     made = make_buckets(max_batch=128, batch_buckets=(4, 16, 64), phases="lockstep")
-    assert made.smallest(50, 0, False, 10, Features()) == Bucket(64, 0, 0, 1024)
-    assert made.smallest(0, 50, False, 10, Features()) == Bucket(0, 64, 0, 1024)
-    assert made.smallest(99, 1, False, 10, Features()) == Bucket(128, 128, 0, 1024)
+    assert made.smallest(50, 0, 0, 10, Features()) == Bucket(64, 0, 0, 1024)
+    assert made.smallest(0, 50, 0, 10, Features()) == Bucket(0, 64, 0, 1024)
+    assert made.smallest(99, 1, 0, 10, Features()) == Bucket(128, 128, 0, 1024)
 
 
 def test_random_phases_verify_their_share_or_twice_or_four_times_as_many():
     made = make_buckets(max_batch=128, phases="random")
-    sizes = {made.smallest(128 - n, n, False, 10, Features()).verifies for n in range(1, 128)}
+    sizes = {made.smallest(128 - n, n, 0, 10, Features()).verifies for n in range(1, 128)}
     assert sizes == {15, 30, 60, 120, 128}
-    assert made.smallest(120, 8, False, 10, Features()) == Bucket(128, 15, 0, 1024)
-    assert made.smallest(100, 28, False, 10, Features()) == Bucket(128, 30, 0, 1024)
-    assert made.smallest(128, 0, False, 10, Features()) == Bucket(128, 0, 0, 1024)
+    assert made.smallest(120, 8, 0, 10, Features()) == Bucket(128, 15, 0, 1024)
+    assert made.smallest(100, 28, 0, 10, Features()) == Bucket(128, 30, 0, 1024)
+    assert made.smallest(128, 0, 0, 10, Features()) == Bucket(128, 0, 0, 1024)

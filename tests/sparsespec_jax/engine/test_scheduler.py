@@ -367,7 +367,7 @@ def test_steps_have_about_as_many_tokens_as_each_other(stagger):
 
 
 def test_with_delayed_verification_a_row_sits_out_the_step_after_its_own():
-    loop = run(Traffic(_fixed(2, max_new=11, agreement=1.0), k=4, prefill_rows=4, delayed=True))
+    loop = run(Traffic(_fixed(2, max_new=11, agreement=1.0), k=4, prefill_rows=2, delayed=True))
     assert_all_is_well_in_the_end(loop)
     emitted = [[], []]  # by request, the steps that emit
     for index, step in enumerate(loop.steps):
