@@ -36,7 +36,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.models import SHAPES, model_of, random_params
-from benchmarks.profiling import copy_rates, traced_copies
 from benchmarks.report import environment, write
 from benchmarks.step_time import randomize
 from benchmarks.watching import Copies, Progress, Recorder
@@ -111,7 +110,10 @@ def measure(
     engine.warmup()
     warmup_seconds = time.perf_counter() - start
     progress, rng = Progress(len(workload.prompts)), np.random.default_rng(1)
-    recorder, copies = Recorder(engine), Copies(engine)
+    recorder = Recorder(engine)
+    chunk = model.num_layers, 2, engine._kv_chunk, model.num_kv_heads, model.head_dim
+    copies = Copies(engine, chunk, params["embedding"].dtype) if args.copies else None
+    copied = {"idle": copies.rates()} if copies else {}
     watcher = threading.Thread(target=recorder.watch, args=(progress.done,))
     prompts = [
         rng.integers(0, model.vocab_size, count) for count in workload.prompts + workload.done
@@ -139,9 +141,8 @@ def measure(
     before = engine.stats()
     finished = progress.done.wait(args.window or args.timeout)
     end, after = time.perf_counter(), engine.stats()
-    if args.trace:
-        with traced_copies(args.trace / name):
-            progress.done.wait(args.trace_seconds)
+    if copies and not finished:
+        copied["running"] = copies.rates()
     progress.done.set()
     watcher.join()
     engine.close()
@@ -164,11 +165,7 @@ def measure(
     return {
         "benchmark": "serving",
         "setting": name,
-        **{
-            key: value
-            for key, value in vars(args).items()
-            if key not in ("json", "settings", "trace")
-        },
+        **{key: value for key, value in vars(args).items() if key not in ("json", "settings")},
         "pool_tokens": after.slots,
         "warmup_seconds": round(warmup_seconds, 1),
         "requests": len(requests),
@@ -185,11 +182,7 @@ def measure(
         "ttft_ms_p50_p99": percentiles(first, 1),
         "tpot_ms_p50_p99": percentiles(1e3 * np.array(each), 3),
         "kv": kv,
-        **({"traced_copies_gb_s": copy_rates(args.trace / name)} if args.trace else {}),
-        **copies.summary(
-            (model.num_layers, 2, engine._kv_chunk, model.num_kv_heads, model.head_dim),
-            params["embedding"].dtype,
-        ),
+        "copies_gb_s": copied,
         "stalled": after.stalled - before.stalled,
         "padding": round(1 - (after.step_tokens - before.step_tokens) / counted, 3),
         "pool_use": recorder.pool,
@@ -219,8 +212,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--window", type=float, default=0, help="seconds; 0: the whole workload")
     parser.add_argument("--settle", type=float, default=0, help="seconds until the window opens")
-    parser.add_argument("--trace", type=Path, help="trace copies behind the window, into this")
-    parser.add_argument("--trace-seconds", type=float, default=2)
+    parser.add_argument("--copies", action="store_true", help="time copies, too, after a window")
     parser.add_argument("--timeout", type=float, default=300)
     parser.add_argument("--compilation-cache")
     parser.add_argument("--json", type=Path, help="append the results to this file")

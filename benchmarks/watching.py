@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import jax
@@ -105,60 +104,32 @@ class Recorder:
 
 
 class Copies:
-    """Rates of the copies of KV in a running engine, and of bare ones: GB/s, medians."""
+    """How fast chunks of KV are copied to the host and back, many at once, whatever else goes on.
 
-    def __init__(self, engine: Engine):
-        self._rates: dict[str, list[float]] = {"out": [], "back": []}
-        self._watcher = ThreadPoolExecutor(1)
-        self._offload = offload = engine._executor._offload
-        to_host, unpack = offload._to_host, offload._unpack
+    By the calls of `KvOffload`, whose own copies are too few at a time for a clock of the host.
+    """
 
-        def timed_to_host(packed):
-            start = _ready(packed)
-            there = to_host(packed)
-            self._rates["out"].append(_rate(there, start))
-            return there
+    _CHUNKS, _TIMES = 16, 5
 
-        def watched_unpack(pools, packed, slots):
-            self._watcher.submit(self._arrival, packed, time.perf_counter())
-            return unpack(pools, packed, slots)
+    def __init__(self, engine: Engine, shape: tuple[int, ...], dtype: jnp.dtype):
+        """`shape`, `dtype`: of a chunk."""
+        offload = engine._executor._offload
+        self._places = offload._on_host, offload._on_device
+        make = jax.jit(lambda: jnp.ones(shape, dtype), out_shardings=offload._on_device)
+        self._chunks = [make() for _ in range(self._CHUNKS)]
+        self.rates()  # allocates the memory there
 
-        offload._to_host, offload._unpack = timed_to_host, watched_unpack
-
-    def _arrival(self, packed: tuple[jax.Array, ...], start: float) -> None:
-        self._rates["back"].append(_rate(packed, start))
-
-    def summary(self, shape: tuple[int, ...], dtype: jnp.dtype) -> dict:
-        """`shape`, `dtype`: of a chunk, for the bare copies: one at a time, on an idle GPU."""
-        self._watcher.shutdown()
-        chunk = jax.device_put(jnp.ones(shape, dtype), self._offload._on_device)
-        bare: dict[str, list[float]] = {"out": [], "back": []}
-        for _ in range(9):
-            start = _ready(chunk)
-            there = jax.device_put(chunk, self._offload._on_host)
-            bare["out"].append(_rate(there, start))
-            start = time.perf_counter()
-            bare["back"].append(_rate(jax.device_put(there, self._offload._on_device), start))
-        return {
-            "copied_gb_s": {name: _median(rates) for name, rates in self._rates.items()},
-            "bare_copy_gb_s": {name: _median(rates) for name, rates in bare.items()},
-        }
-
-
-def _ready(array: jax.Array) -> float:
-    """The time when it is there."""
-    jax.block_until_ready(array)
-    return time.perf_counter()
-
-
-def _rate(arrays: jax.Array | tuple[jax.Array, ...], start: float) -> float:
-    """GB/s, once they are there."""
-    size = sum(array.nbytes for array in jax.tree.leaves(jax.block_until_ready(arrays)))
-    return size / (time.perf_counter() - start) / 1e9
-
-
-def _median(rates: list[float]) -> float | None:
-    return round(float(np.median(rates)), 1) if rates else None
+    def rates(self) -> dict[str, float]:
+        """GB/s, medians."""
+        found: dict[str, list[float]] = {"out": [], "back": []}
+        for _ in range(self._TIMES):
+            chunks = jax.block_until_ready(self._chunks)
+            for way, place in zip(found, self._places, strict=True):
+                start = time.perf_counter()
+                chunks = jax.block_until_ready(jax.device_put(chunks, place))
+                seconds = time.perf_counter() - start
+                found[way].append(sum(chunk.nbytes for chunk in chunks) / seconds / 1e9)
+        return {way: round(float(np.median(rates)), 1) for way, rates in found.items()}
 
 
 class Progress:
