@@ -1,9 +1,12 @@
 """`fused_attention` in Pallas (Triton lowering): gathers of single-token rows.
 
+Not in Mosaic GPU, whose bulk copies fill operands of wgmma with 8 neighbouring rows at least
+(tests/pallas_kernels/test_traps.py), while the slots of a row lie anywhere. Verify programs read
+as fast as the GPU can; what they lose is at their start and end.
+
 A launch for verify and one for prefill rows, and a last one for draft rows and for what is to be
 merged of the others. Scores are one set of arrays for all layers, completed in place. The layer is
-an operand, not a constant, so the kernels of all layers are
-traced, lowered and compiled once.
+an operand, not a constant, so the kernels of all layers are traced, lowered and compiled once.
 """
 
 import functools
