@@ -7,6 +7,7 @@ H200; here its programs come last, where they fill the multiprocessors that have
 import functools
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 from jax import Array, lax
@@ -20,6 +21,27 @@ from pallas_kernels.fused_attention.tiles import Tile
 from pallas_kernels.fused_attention.triton_parts import launch
 
 _ROWS_PER_WARP = 2  # of a program that merges: few, for many programs to wait at the same time
+
+
+class _Branch(NamedTuple):
+    """Some of the launch's programs."""
+
+    kernel: Callable[..., None]
+    """Called like a kernel of `triton_parts.launch`: with program ids, the layer and arrays."""
+    grid: tuple[int, ...]
+    inputs: tuple[Array, ...]
+
+    @property
+    def programs(self) -> int:
+        return math.prod(self.grid)
+
+    def run(self, i: Array, *refs) -> None:
+        """Program `i` of them."""
+        ids = []
+        for size in self.grid:
+            ids.append(lax.rem(i, size))
+            i = lax.div(i, size)
+        self.kernel(*ids, *refs)
 
 
 def finish(
@@ -39,50 +61,35 @@ def finish(
     """The output [T, Hq, D], and the factors of this layer's scores, in place (None without)."""
     _, n_heads, head_dim = q.shape
     n_kv_heads = k_pool.shape[1]
-    inputs = [layer[None]]
-    branches: list[tuple[tuple[int, ...], Callable[..., None]]] = []
-
-    def add(grid: tuple[int, ...], kernel: Callable[..., None], arrays: tuple[Array, ...]) -> None:
-        begin, end = len(inputs), len(inputs) + len(arrays)
-        inputs.extend(arrays)
-
-        def run(ids, layer_ref, *refs):
-            kernel(*ids, layer_ref, *refs[begin - 1 : end - 1], *refs[len(inputs) - 1 :])
-
-        branches.append((grid, run))
-
+    branches = []
     if drafts is not None:
         sizes = {"group": n_heads // n_kv_heads, "head_dim": head_dim, "tile": tile}
-        kernel = functools.partial(draft_kernel, **sizes, scale=scale, interpret=interpret)
-        add((drafts.length.shape[0], n_kv_heads), kernel, (*drafts, q, k_pool, v_pool))
+        attend = functools.partial(draft_kernel, **sizes, scale=scale, interpret=interpret)
+        grid = drafts.length.shape[0], n_kv_heads
+        branches.append(_Branch(attend, grid, (*drafts, q, k_pool, v_pool)))
     rows = _ROWS_PER_WARP * tile.warps
     for left in unmerged:
+        merge = functools.partial(combine_kernel, rows=rows, sizes=left.sizes)
         grid = left.sizes.n_work, pl.cdiv(left.rows, rows), n_kv_heads
-        kernel = functools.partial(combine_kernel, rows=rows, sizes=left.sizes)
-        add(grid, kernel, (left.merges, left.place, *left.parts))
+        branches.append(_Branch(merge, grid, (left.merges, left.place, *left.parts)))
+    inputs = [array for branch in branches for array in branch.inputs]
 
-    def kernel(i, *refs):
-        for grid, run in branches:
-            n = math.prod(grid)
-
-            @pl.when((i >= 0) & (i < n))
-            def _(i=i, grid=grid, run=run):
-                ids = []
-                for size in grid:
-                    ids.append(lax.rem(i, size))
-                    i = lax.div(i, size)
-                run(ids, *refs)
-
-            i = i - n
+    def kernel(i, layer_ref, *refs):
+        refs, outs = refs[: len(inputs)], refs[len(inputs) :]
+        for branch in branches:
+            own, refs = refs[: len(branch.inputs)], refs[len(branch.inputs) :]
+            here = (i >= 0) & (i < branch.programs)
+            pl.when(here)(functools.partial(branch.run, i, layer_ref, *own, *outs))
+            i = i - branch.programs
 
     outputs = [(jax.ShapeDtypeStruct(q.shape, q.dtype), None)]
     if factor_shape is not None:
         outputs.append((factor_shape, factor))
     out, *factors = launch(
         kernel,
-        tuple(inputs),
+        (layer[None], *inputs),
         outputs,
-        grid=(sum(math.prod(grid) for grid, _ in branches),),
+        grid=(sum(branch.programs for branch in branches),),
         name="draft_attention" if drafts is not None else "combine_attention",
         tile=tile,
         interpret=interpret,
