@@ -30,7 +30,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from benchmarks.report import environment, write
 from pallas_kernels import add_norm
 from pallas_kernels.all_reduce import Peers, connect, mosaic_gpu
-from pallas_kernels.bench import seconds
+from pallas_kernels.timing import seconds
 
 AXIS = "tp"
 EPS = 1e-6

@@ -39,13 +39,13 @@ from jax import lax
 
 from benchmarks.report import environment
 from pallas_kernels import fused_attention, gpus
-from pallas_kernels.bench import read_bandwidth, seconds
 from pallas_kernels.fused_attention import CodedScores, causal_kernel, finish
 from pallas_kernels.fused_attention.draft_kernel import draft_kernel
 from pallas_kernels.fused_attention.scores import dense
 from pallas_kernels.fused_attention.tiles import Tiles, choose_tiles
 from pallas_kernels.fused_attention.triton_parts import launch
 from pallas_kernels.shapes import H200, TINY, Attention
+from pallas_kernels.timing import read_bandwidth, seconds
 
 BASELINE = "two launches"
 THREE = "three launches"

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.bench import read_bandwidth, seconds
+from pallas_kernels.timing import read_bandwidth, seconds
 from sparsespec_jax.config import SpeculationConfig
 from sparsespec_jax.engine.plan import PlanLayout
 from sparsespec_jax.models.config import ModelConfig

@@ -7,6 +7,7 @@ import pytest
 
 from pallas_kernels import bench
 from pallas_kernels.shapes import H200, TINY
+from pallas_kernels.timing import case_time
 
 KEYS = {
     "op", "case", "shape", "k", "context", "variant", "time_us", "bytes", "floor_us",
@@ -24,6 +25,12 @@ def test_rows(monkeypatch, tmp_path, capsys):
     assert set(row) == KEYS
     assert row["time_us"] > 0
     assert "device=" in capsys.readouterr().out.splitlines()[0]
+
+
+@pytest.mark.parametrize("op", bench.OPS)
+def test_every_case_can_be_timed(op):
+    for case in TINY[op].values():
+        assert case_time(case, "xla", n_calls=2, repeats=1) > 0
 
 
 def test_unknown_op(monkeypatch, capsys):
