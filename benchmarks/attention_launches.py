@@ -1,18 +1,21 @@
-"""Attention of a mixed step: draft and verify rows in a launch each, or together in one.
+"""Attention of a mixed step, in as many launches as there are kinds of work, or in fewer.
 
     python -m benchmarks.attention_launches --json out.json
 
 The paper fuses both kinds of rows into one launch with a template for each, and reports 1.3x over
 one launch after the other and 1.8x over a naive batch, which runs drafts by the template that suits
 verification. Here, one layer of the mixed step of `pallas_kernels.shapes`, without and with scores:
-- two launches: `fused_attention`, each kernel with the warps and stages that suit it. "Concurrent"
-  leaves it to the GPU to run both at once, which XLA's command buffers do only if told so.
-- one launch: the same kernels as branches of one, the verify rows' programs first. Warps, stages,
-  and the registers and shared memory that decide how many programs a multiprocessor holds are of
-  the launch: drafts get what verify rows need, and blocks of 16 to 64 keys. With "2 per SM" the
-  verify rows are cut in fewer shares, so that there is room for drafts from the start.
+- two launches: `fused_attention`. Verify rows, then drafts and the merging of the verify rows'
+  parts, each launch with the warps and stages that suit it.
+- three launches: drafts, verify rows, merging. "Concurrent" leaves it to the GPU to run the first
+  two at once, which XLA's command buffers do only if told so.
+- one launch: the kernels as branches of one, the verify rows' programs first, and a launch that
+  merges. Warps, stages, and the registers and shared memory that decide how many programs a
+  multiprocessor holds are of the launch: drafts get what verify rows need, and blocks of 16 to 64
+  keys. With "2 per SM" the verify rows are cut in fewer shares, so that there is room for drafts
+  from the start. "By heads": a draft's blocks hold keys of several KV heads, as many as have the
+  queries that fill a tile, so that its warps need not share the softmax of four.
 - naive: one launch, in which a draft takes a whole tile of a verify row's k + 1 queries.
-All end with the launch that merges the verify rows' parts.
 
 `ratio` is the time over that of two launches, and `floor_us` the time to read the keys and values
 once. `max_error` is the largest difference from two launches, of the outputs and of the first
@@ -36,6 +39,8 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
 
 from benchmarks.report import environment
 from pallas_kernels import fused_attention, gpus
@@ -43,7 +48,17 @@ from pallas_kernels.fused_attention import CodedScores, causal_kernel, finish
 from pallas_kernels.fused_attention.draft_kernel import draft_kernel
 from pallas_kernels.fused_attention.scores import dense
 from pallas_kernels.fused_attention.tiles import Tiles, choose_tiles
-from pallas_kernels.fused_attention.triton_parts import launch
+from pallas_kernels.fused_attention.triton_parts import (
+    DEAD,
+    LOG2E,
+    Columns,
+    attend,
+    dot,
+    gather,
+    launch,
+    load,
+    store,
+)
 from pallas_kernels.shapes import H200, TINY, Attention
 from pallas_kernels.timing import read_bandwidth, seconds
 
@@ -53,15 +68,60 @@ CONCURRENT = "three launches, concurrent"
 TOLERANCE = {"out": 0.02, "scores": 0.15}  # of the largest; codes are off by 6%
 
 
-@functools.partial(jax.jit, static_argnames=("statics", "tiles", "launches", "interpret"))
+def draft_heads_kernel(
+    i, first, layer_ref, slots_ref, length_ref, q_ref, k_ref, v_ref, out_ref, *,
+    heads, group, head_dim, tile, scale, interpret,
+):  # fmt: skip
+    """`draft_kernel` for KV heads `heads * first` and so on: a block has keys of all of them."""
+    layer, length = layer_ref[0], length_ref[i]
+    _, _, n_lists, width = slots_ref.shape
+    n_keys = tile.block // heads
+    columns = Columns.of(head_dim)
+    query, key = jnp.arange(tile.rows), jnp.arange(tile.block)
+    own = lax.div(query, group)[:, None] == lax.div(key, n_keys)[None]
+    head = heads * first + lax.div(key, n_keys)
+    listed = lax.div(head, k_ref.shape[1] // n_lists)
+    queries = (heads * first * group + query)[:, None]
+    exists = columns.mask(query < heads * group)
+    q = load(q_ref, i, queries, columns.at, mask=exists)
+
+    def keys(b, *, masked: bool):
+        at = b * n_keys + lax.rem(key, n_keys)
+        entry = plt.load(slots_ref.at[layer, i, listed, jnp.minimum(at, width - 1)])
+        slot = jnp.where(entry < 0, ~entry, entry)
+        live = (entry >= 0) & (at < length)
+        products = dot(q, gather(k_ref, slot, head[:, None], columns).T)
+        return jnp.where(live[None] & own, products, DEAD), slot
+
+    def run(again):
+        softmax, again = attend(
+            (0, 0, pl.cdiv(length, n_keys)),
+            keys,
+            lambda slot: gather(v_ref, slot, head[:, None], columns),
+            again,
+            shape=(tile.rows, columns.at.shape[1]),
+            dtype=v_ref.dtype,
+            factor=scale * LOG2E,
+            interpret=interpret,
+        )
+        out, _ = softmax.result()
+        store(out_ref, i, queries, columns.at, value=out, mask=exists)
+        return again
+
+    @pl.when(run(jnp.int32(0)) == 1)
+    def _():
+        run(jnp.int32(1))
+
+
+@functools.partial(jax.jit, static_argnames=("statics", "tiles", "launches", "heads", "interpret"))
 def with_merging_apart(
     q, k_pool, v_pool, page_table, layer, drafts, verify, scores, *,
-    statics, tiles, launches, interpret,
+    statics, tiles, launches, heads, interpret,
 ):  # fmt: skip
     """`fused_attention` of draft and verify rows, in one or two launches before one that merges.
 
     It is made of `causal_attention` and `finish`, but for what they launch. `statics` are items of
-    the static arguments of `fused_attention`.
+    the static arguments of `fused_attention`, `heads` the KV heads of a draft's program.
     """
     statics = dict(statics)
     n_scored = statics["score_queries"]
@@ -81,6 +141,8 @@ def with_merging_apart(
         n_causal = math.prod(grid)
         draft_sizes = {"group": group, "head_dim": head_dim, "tile": tiles.draft}
         draft = functools.partial(draft_kernel, **draft_sizes, **common)
+        if heads > 1:
+            draft = functools.partial(draft_heads_kernel, heads=heads, **draft_sizes, **common)
         draft_inputs = layer[None], *drafts, q, k_pool, v_pool
         n_reads, n_draft_reads = len(draft_inputs) + len(inputs), len(draft_inputs)
 
@@ -100,7 +162,7 @@ def with_merging_apart(
             kernel,
             (*draft_inputs, *inputs),
             [(jax.ShapeDtypeStruct(q.shape, q.dtype), None), *outputs],
-            grid=(n_causal + n_drafts * n_kv_heads,),
+            grid=(n_causal + n_drafts * n_kv_heads // heads,),
             **options,
         )
         return rest
@@ -128,11 +190,12 @@ def variants(case: Attention, *, interpret: bool) -> dict[str, Callable[..., Any
     tiles = choose_tiles(n_packed, case.group, case.head_dim, dtype, gpu)
     if interpret:
         tiles = tiles._replace(programs=3 * case.n_kv_heads)
-    fewer = min(tiles.programs, 2 * gpu.multiprocessors)
+    fewer = tiles._replace(programs=min(tiles.programs, 2 * gpu.multiprocessors))
+    heads = math.gcd(tiles.draft.rows // pl.next_power_of_2(case.group), case.n_kv_heads)
 
-    def apart(tiles: Tiles, launches: int = 1, **draft: int) -> Callable[..., Any]:
+    def apart(tiles: Tiles, launches: int = 1, heads: int = 1, **draft: int) -> Callable[..., Any]:
         tiles = tiles._replace(draft=tiles.draft._replace(**draft))
-        how = {"tiles": tiles, "launches": launches, "interpret": interpret}
+        how = {"tiles": tiles, "launches": launches, "heads": heads, "interpret": interpret}
 
         def attend(*arrays, layer, drafts, verify, scores, prefill, scored, **statics):
             rows = jnp.int32(layer), drafts, verify, scores
@@ -146,7 +209,10 @@ def variants(case: Attention, *, interpret: bool) -> dict[str, Callable[..., Any
         "one launch, 16 keys": apart(tiles, block=16),
         "one launch, 32 keys": apart(tiles, block=32),
         "one launch, 64 keys": apart(tiles, block=64),
-        "one launch, 32 keys, 2 per SM": apart(tiles._replace(programs=fewer), block=32),
+        "one launch, 32 keys, 2 per SM": apart(fewer, block=32),
+        "one launch, 32 keys by heads": apart(tiles, heads=heads, block=32),
+        "one launch, 64 keys by heads": apart(tiles, heads=heads, block=64),
+        "one launch, 32 keys by heads, 2 per SM": apart(fewer, heads=heads, block=32),
         "naive": apart(tiles, rows=tiles.causal.rows, block=tiles.causal.block),
     }
 
@@ -252,11 +318,11 @@ def main() -> None:
         with args.json.open("a") as file:
             file.writelines(json.dumps(row) + "\n" for row in rows)
     print(f"read bandwidth {bandwidth / 1e12:.3f} TB/s")
-    print(f"{'case':14} {'variant':30} {'us':>8} {'floor':>7} {'ratio':>6}  max error")
+    print(f"{'case':14} {'variant':38} {'us':>8} {'floor':>7} {'ratio':>6}  max error")
     for row in rows:
         shown = ", ".join(f"{of} {error:.2g}" for of, error in row["max_error"].items())
         print(
-            f"{row['case']:14} {row['variant']:30} {row['time_us']:8.1f} {row['floor_us']:7.1f} "
+            f"{row['case']:14} {row['variant']:38} {row['time_us']:8.1f} {row['floor_us']:7.1f} "
             f"{row['ratio']:6.3f}  {shown}"
         )
     if wrong:

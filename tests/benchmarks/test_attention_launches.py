@@ -32,7 +32,7 @@ def test_variants_agree():
         for name, attend in variants(case, interpret=True).items()
     }
     expected = results.pop(BASELINE)
-    assert len(results) == 6
+    assert len(results) == 9
     for result in results.values():
         assert jnp.isfinite(result[0][0]).all()
         found = errors(case, result, expected)
