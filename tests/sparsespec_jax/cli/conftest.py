@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 from checkpoints.countdown_traces import END, vocabulary, write_tokenizer
 from sparsespec_jax import LLM, EngineConfig, SpeculationConfig
@@ -50,6 +51,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def xla_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Keeps what the steps of the tiny model compiled to."""
     return tmp_path_factory.mktemp("xla")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_other_test_writes_to_the_cache(xla_cache: Path) -> Iterator[None]:
+    """`EngineConfig.compilation_cache_dir` is for the whole process."""
+    jax.config.update("jax_compilation_cache_dir", str(xla_cache))
+    yield
+    jax.config.update("jax_compilation_cache_dir", None)
+    compilation_cache.reset_cache()
 
 
 @pytest.fixture(scope="session")
