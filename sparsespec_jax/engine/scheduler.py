@@ -50,6 +50,7 @@ class Scheduler:
         self._features = Features()
         self._arrivals = itertools.count()
         self._waiting: list[Request] = []  # by turn
+        self._admitted: list[Request] = []  # since the last step
         self._rows: dict[int, Row] = {}  # in order of admission
         self._free_rows = list(range(buckets.max_batch - 1, -1, -1))
         self._commits: list[tuple[Row, int, int]] = []
@@ -149,7 +150,7 @@ class Scheduler:
     def plan(self) -> PlannedStep | None:
         """The next step, or None if there is nothing to do until a result is read."""
         self._resume()
-        admitted = self._admit()
+        self._admitted += self._admit()  # a step may not follow at once
         self._kv.make_room(self._growth)
         rows = [row for row in self._rows.values() if not (row.kv.parked or row.sits_out)]
         prefilling = [row for row in rows if row.phase is None]
@@ -193,6 +194,7 @@ class Scheduler:
         tokens = len(drafting) + sum(e.most_tokens for e in emitting if e.n_drafts is not None)
         tokens += int(plan.chunks[:, 2].sum())
         moves = self._kv.take_moves()
+        admitted, self._admitted = self._admitted, []
         return PlannedStep(
             bucket, packed, moves, emitting, admitted, batch, self.choice, tokens, stalled
         )

@@ -208,8 +208,11 @@ class KvManager:
         self._parked.append(holding)
         self.stats.parked += 1
 
-    def _free_up(self, need: int) -> None:
-        """Free slots of parked rows, of the last first, until `need` are free."""
+    def _free_up(self, need: int, *, keep: bytes | None = None) -> None:
+        """Free slots of parked rows, of the last first, until `need` are free.
+
+        `keep`: the prompt of a prefix that is needed.
+        """
         for holding in reversed(self._parked):
             if self._space.free >= need:
                 return
@@ -218,6 +221,8 @@ class KvManager:
             self._evict(holding, need)
             if self._space.free < need and self._has_slots(holding) and not holding.unread:
                 self._drop(holding)
+                if self._space.free < need:
+                    self._prefixes.drop_idle(keep=keep)  # requests may wait with its prompt
 
     @staticmethod
     def _has_slots(holding: Holding) -> bool:
@@ -267,7 +272,7 @@ class KvManager:
         # Nobody else runs: the others make room for it, but not with what it shares with them.
         self._parked.popleft()
         with self._prefixes.kept_on_device(holding.key):
-            self._free_up(min(need, self._space.capacity))
+            self._free_up(min(need, self._space.capacity), keep=holding.key)
         self._parked.appendleft(holding)
         return self._space.free >= self._missing(holding)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import random
 from collections import Counter, deque
 from typing import NamedTuple
@@ -313,6 +314,23 @@ def traffics(draw) -> Traffic:
 def test_any_traffic_ends_well_and_no_step_touches_what_is_not_its_own(traffic):
     """Whatever the arrivals, cancellations, sizes and what is accepted."""
     assert_all_is_well_in_the_end(run(traffic))
+
+
+def test_who_is_parked_before_a_first_step_counts_as_admitted_all_the_same():
+    """With the first step that follows, as nobody could run in that one."""
+    disagreed = functools.partial(Arrival, agreement=0.0)
+    last, long = disagreed((7,), max_new=1, arrives=30), tuple(range(20, 39))
+    before = [
+        *[disagreed((7,), max_new=1)] * 4,
+        Arrival((7, 8, 9, 1, 2), max_new=14),
+        disagreed((7,), max_new=9, stop_after=6),
+        disagreed(long, max_new=2),
+        disagreed(long, max_new=23, cancelled=0),
+    ]
+    sizes = dict(k=4, max_batch=4, chunk=1, prefill_rows=1, spare=0, kv_chunk=1, host_chunks=10)
+    loop = run(Traffic((*before, last), **sizes, delayed=True, watermarks=(0, 0), in_flight=1))
+    assert_all_is_well_in_the_end(loop)
+    assert loop.admitted[-1] == len(before)
 
 
 def _prompt_tokens(loop: Loop) -> int:

@@ -386,6 +386,18 @@ def test_the_youngest_are_parked_and_the_first_parked_come_back_first(watermarks
     engine.finish()
 
 
+def test_a_parked_row_comes_back_at_once_where_the_slots_are_a_prefix_that_requests_wait_for(
+    watermarks,
+):
+    """The prefix is idle only when the last row that has it makes room."""
+    watermarks(0, 0)
+    engine = Engine(spare=0, k=0, chunk=1, host=0, chunks_per_step=1)
+    for prompt, max_new, copies in ((2, 13, 3), (0, 7, 1), (4, 8, 3), (2, 1, 1)):
+        for _ in range(copies):
+            engine.submit(prompt, max_new)
+    engine.finish()
+
+
 def test_nobody_is_admitted_while_somebody_is_parked(watermarks):
     engine = Engine(spare=0, k=0)
     engine.submit(2)
