@@ -71,9 +71,6 @@ class Scheduler:
         """KV moves that no step has taken along: what was forgotten since the last one."""
         return self._kv.take_moves()
 
-    def requests(self) -> list[Request]:
-        return [*(row.request for row in self._rows.values()), *self._waiting]
-
     # Requests come and go.
 
     def add(self, request: Request) -> None:
