@@ -45,14 +45,13 @@ from jax.experimental.pallas import triton as plt
 from benchmarks.report import environment
 from pallas_kernels import fused_attention, gpus
 from pallas_kernels.fused_attention import CodedScores, causal_kernel, finish
-from pallas_kernels.fused_attention.draft_kernel import draft_kernel
+from pallas_kernels.fused_attention.draft_kernel import attend_to_list, draft_kernel
 from pallas_kernels.fused_attention.scores import dense
 from pallas_kernels.fused_attention.tiles import Tiles, choose_tiles
 from pallas_kernels.fused_attention.triton_parts import (
     DEAD,
     LOG2E,
     Columns,
-    attend,
     dot,
     gather,
     launch,
@@ -93,24 +92,17 @@ def draft_heads_kernel(
         products = dot(q, gather(k_ref, slot, head[:, None], columns).T)
         return jnp.where(live[None] & own, products, DEAD), slot
 
-    def run(again):
-        softmax, again = attend(
-            (0, 0, pl.cdiv(length, n_keys)),
-            keys,
-            lambda slot: gather(v_ref, slot, head[:, None], columns),
-            again,
-            shape=(tile.rows, columns.at.shape[1]),
-            dtype=v_ref.dtype,
-            factor=scale * LOG2E,
-            interpret=interpret,
-        )
-        out, _ = softmax.result()
-        store(out_ref, i, queries, columns.at, value=out, mask=exists)
-        return again
-
-    @pl.when(run(jnp.int32(0)) == 1)
-    def _():
-        run(jnp.int32(1))
+    attend_to_list(
+        length,
+        n_keys,
+        keys,
+        lambda slot: gather(v_ref, slot, head[:, None], columns),
+        lambda out: store(out_ref, i, queries, columns.at, value=out, mask=exists),
+        shape=(tile.rows, columns.at.shape[1]),
+        dtype=v_ref.dtype,
+        factor=scale * LOG2E,
+        interpret=interpret,
+    )
 
 
 @functools.partial(jax.jit, static_argnames=("statics", "tiles", "launches", "heads", "interpret"))
@@ -140,9 +132,8 @@ def with_merging_apart(
         nonlocal out
         n_causal = math.prod(grid)
         draft_sizes = {"group": group, "head_dim": head_dim, "tile": tiles.draft}
-        draft = functools.partial(draft_kernel, **draft_sizes, **common)
-        if heads > 1:
-            draft = functools.partial(draft_heads_kernel, heads=heads, **draft_sizes, **common)
+        several = functools.partial(draft_heads_kernel, heads=heads)
+        draft = functools.partial(draft_kernel if heads == 1 else several, **draft_sizes, **common)
         draft_inputs = layer[None], *drafts, q, k_pool, v_pool
         n_reads, n_draft_reads = len(draft_inputs) + len(inputs), len(draft_inputs)
 

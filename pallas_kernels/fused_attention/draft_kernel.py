@@ -1,5 +1,8 @@
 """Attention of draft rows: one program for each row and KV head walks its list of slots."""
 
+from collections.abc import Callable
+from typing import Any
+
 import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
@@ -52,19 +55,38 @@ def draft_kernel(
         products = jnp.where(live[None], dot(q, gather(k_ref, slot, h, columns).T), DEAD)
         return products, slot
 
+    attend_to_list(
+        length,
+        tile.block,
+        keys,
+        lambda slot: gather(v_ref, slot, h, columns),
+        lambda out: store(
+            out_ref, i, (h * group + head)[:, None], columns.at, value=out, mask=in_group
+        ),
+        shape=(tile.rows, columns.at.shape[1]),
+        dtype=v_ref.dtype,
+        factor=scale * LOG2E,
+        interpret=interpret,
+    )
+
+
+def attend_to_list(
+    length: Array,
+    block: int,
+    keys: Callable[..., tuple[Array, Array]],
+    values: Callable[[Array], Array],
+    write: Callable[[Array], None],
+    **options: Any,
+) -> None:
+    """Writes what `attend` makes of a list of `length` keys, `block` of them at a time.
+
+    `options` are those of `attend`, whose result is made and written again where it is no good.
+    """
+
     def run(again):
-        softmax, again = attend(
-            (0, 0, pl.cdiv(length, tile.block)),
-            keys,
-            lambda slot: gather(v_ref, slot, h, columns),
-            again,
-            shape=(tile.rows, columns.at.shape[1]),
-            dtype=v_ref.dtype,
-            factor=scale * LOG2E,
-            interpret=interpret,
-        )
+        softmax, again = attend((0, 0, pl.cdiv(length, block)), keys, values, again, **options)
         out, _ = softmax.result()
-        store(out_ref, i, (h * group + head)[:, None], columns.at, value=out, mask=in_group)
+        write(out)
         return again
 
     @pl.when(run(jnp.int32(0)) == 1)

@@ -33,16 +33,8 @@ def pick_kernel(
 
     @pl.when(position_ref[r] >= 0)
     def _():
-        row = Row(
-            index=r,
-            temperature=temperature_ref[r],
-            keys=(key0_ref[r], key1_ref[r]),
-            vocab_start=start_ref[0],
-            changes=changes,
-            logits_ref=logits_ref,
-            vocab=vocab,
-            interpret=interpret,
-        )
+        scalars = temperature_ref, key0_ref, key1_ref, start_ref
+        row = Row.of(r, scalars, changes, logits_ref, vocab=vocab, interpret=interpret)
         bound, peak = load_row(bound_ref, r), load_row(peak_ref, r)
 
         def rescan(_):

@@ -5,6 +5,7 @@ computed by the operations of the reference.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -28,6 +29,13 @@ class Row:
     logits_ref: Any
     vocab: int
     interpret: bool
+
+    @classmethod
+    def of(cls, index: Array, refs: Sequence[Any], changes: Changes, logits_ref: Any, **options):
+        """Loads its scalars; `refs`: of all rows' temperatures, keys and first ids."""
+        temperature, key0, key1, start = refs
+        scalars = temperature[index], (key0[index], key1[index]), start[0]
+        return cls(index, *scalars, changes, logits_ref, **options)
 
     @property
     def greedy(self) -> Array:

@@ -70,16 +70,8 @@ def scan_with_filters_kernel(
 
     @pl.when(position_ref[r] >= 0)
     def _():
-        row = Row(
-            index=r,
-            temperature=temperature_ref[r],
-            keys=(key0_ref[r], key1_ref[r]),
-            vocab_start=start_ref[0],
-            changes=changes,
-            logits_ref=logits_ref,
-            vocab=vocab,
-            interpret=interpret,
-        )
+        scalars = temperature_ref, key0_ref, key1_ref, start_ref
+        row = Row.of(r, scalars, changes, logits_ref, vocab=vocab, interpret=interpret)
         low = c * tiles.chunk
         n_groups = tiles.chunk // tiles.group
         at = low + _grid(n_groups, tiles.group)

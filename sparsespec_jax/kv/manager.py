@@ -208,11 +208,8 @@ class KvManager:
         self._parked.append(holding)
         self.stats.parked += 1
 
-    def _free_up(self, need: int, *, keep: bytes | None = None) -> None:
-        """Free slots of parked rows, of the last first, until `need` are free.
-
-        `keep`: the prompt of a prefix that is needed.
-        """
+    def _free_up(self, need: int) -> None:
+        """Free slots of parked rows, of the last first, until `need` are free."""
         for holding in reversed(self._parked):
             if self._space.free >= need:
                 return
@@ -222,7 +219,7 @@ class KvManager:
             if self._space.free < need and self._has_slots(holding) and not holding.unread:
                 self._drop(holding)
                 if self._space.free < need:
-                    self._prefixes.drop_idle(keep=keep)  # requests may wait with its prompt
+                    self._prefixes.drop_idle()  # requests may wait with its prompt
 
     @staticmethod
     def _has_slots(holding: Holding) -> bool:
@@ -272,7 +269,7 @@ class KvManager:
         # Nobody else runs: the others make room for it, but not with what it shares with them.
         self._parked.popleft()
         with self._prefixes.kept_on_device(holding.key):
-            self._free_up(min(need, self._space.capacity), keep=holding.key)
+            self._free_up(min(need, self._space.capacity))
         self._parked.appendleft(holding)
         return self._space.free >= self._missing(holding)
 

@@ -106,7 +106,7 @@ class PrefixCache:
     def drop_idle(self, *, keep: bytes | None = None) -> None:
         """Make room: drop the prefixes that requests only wait for, but for the one of `keep`."""
         for key, prefix in list(self._prefixes.items()):
-            if not prefix.users and key != keep:
+            if not (prefix.users or prefix.running or key == keep):
                 self._drop(prefix)
 
     def _drop_unused(self, key: bytes) -> None:

@@ -21,7 +21,8 @@ from sparsespec_jax.sampling.params import SamplingParams
 
 K = 4
 TIMEOUT = 120
-# Three buckets: decode, prefill, and both. A pool many times larger than what a step computes.
+# Few buckets: rows that decode, chunks of prompts, and both. A pool many times larger than what a
+# step computes.
 CONFIG = EngineConfig(
     max_batch=4,
     max_context=4000,
