@@ -44,20 +44,12 @@ from jax.experimental.pallas import triton as plt
 
 from benchmarks.report import environment
 from pallas_kernels import fused_attention, gpus
+from pallas_kernels.columns import Columns, load, store
 from pallas_kernels.fused_attention import CodedScores, causal_kernel, finish
 from pallas_kernels.fused_attention.draft_kernel import attend_to_list, draft_kernel
 from pallas_kernels.fused_attention.scores import dense
 from pallas_kernels.fused_attention.tiles import Tiles, choose_tiles
-from pallas_kernels.fused_attention.triton_parts import (
-    DEAD,
-    LOG2E,
-    Columns,
-    dot,
-    gather,
-    launch,
-    load,
-    store,
-)
+from pallas_kernels.fused_attention.triton_parts import DEAD, LOG2E, dot, gather, launch
 from pallas_kernels.shapes import H200, TINY, Attention
 from pallas_kernels.timing import read_bandwidth, seconds
 

@@ -15,21 +15,12 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from pallas_kernels.columns import Columns, load, store
 from pallas_kernels.fused_attention.plan import Part, make_plan, read
 from pallas_kernels.fused_attention.rows import CausalRows
 from pallas_kernels.fused_attention.scores import CodedScores, encode
 from pallas_kernels.fused_attention.tiles import Tile
-from pallas_kernels.fused_attention.triton_parts import (
-    DEAD,
-    LOG2E,
-    Columns,
-    attend,
-    dot,
-    gather,
-    launch,
-    load,
-    store,
-)
+from pallas_kernels.fused_attention.triton_parts import DEAD, LOG2E, attend, dot, gather, launch
 from pallas_kernels.fused_attention.work_rows import Sizes, WorkRow, place_of
 
 

@@ -7,8 +7,9 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from pallas_kernels.columns import Columns, load, store
 from pallas_kernels.fused_attention.plan import Merge, read
-from pallas_kernels.fused_attention.triton_parts import DEAD, Columns, Softmax, load, store
+from pallas_kernels.fused_attention.triton_parts import DEAD, Softmax
 from pallas_kernels.fused_attention.work_rows import Sizes, WorkRow, place_of
 
 _PARTS = 5  # merged at once: as many as a verify row of a large batch has

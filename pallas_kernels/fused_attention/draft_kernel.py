@@ -8,17 +8,9 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from pallas_kernels.columns import Columns, load, store
 from pallas_kernels.fused_attention.tiles import Tile
-from pallas_kernels.fused_attention.triton_parts import (
-    DEAD,
-    LOG2E,
-    Columns,
-    attend,
-    dot,
-    gather,
-    load,
-    store,
-)
+from pallas_kernels.fused_attention.triton_parts import DEAD, LOG2E, attend, dot, gather
 
 
 def draft_kernel(

@@ -7,8 +7,8 @@ the same as far as shared memory allows, until somebody measures them there.
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
 
+from pallas_kernels.columns import lanes
 from pallas_kernels.gpus import Gpu
 
 
@@ -40,11 +40,6 @@ _CAUSAL = {
     128: (Tile(128, 64, 8, 5), 1),
 }
 _DRAFT = Tile(16, 16, 1, 5)
-
-
-def lanes(n: int) -> int:
-    """Triton arrays are powers of two, and at least 16 on each side of a product."""
-    return max(16, pl.next_power_of_2(n))
 
 
 def choose_tiles(n_packed: int, group: int, head_dim: int, dtype: jnp.dtype, gpu: Gpu) -> Tiles:

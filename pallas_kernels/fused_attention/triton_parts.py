@@ -12,7 +12,8 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from pallas_kernels.fused_attention.tiles import Tile, lanes
+from pallas_kernels.columns import Columns, load
+from pallas_kernels.fused_attention.tiles import Tile
 
 LOG2E = math.log2(math.e)
 DEAD = -1e30  # logit of a masked key; finite, so that fully masked rows stay free of NaN
@@ -152,33 +153,6 @@ def attend(
     return softmax, jnp.where(again == 0, out_of_range, 0)
 
 
-class Columns(NamedTuple):
-    """The padded head dimension: lane ids and the mask of those that exist (None if all do)."""
-
-    at: Array
-    live: Array | None
-
-    @classmethod
-    def of(cls, head_dim: int) -> "Columns":
-        n = lanes(head_dim)
-        at = lax.broadcasted_iota(jnp.int32, (1, n), 1)
-        return cls(at, None if n == head_dim else at < head_dim)
-
-    def mask(self, rows: Array | None) -> Array | None:
-        """Mask of a [rows, lanes] array, from the mask of its rows (None if all are live)."""
-        if rows is None:
-            return self.live
-        return rows[:, None] if self.live is None else rows[:, None] & self.live
-
-
-def load(ref: Any, *index: Any, mask: Array | None) -> Array:
-    """Loads a [rows, lanes] array; masked entries are 0."""
-    if mask is None:
-        return plt.load(ref.at[index])
-    shape = jnp.broadcast_shapes(*(jnp.shape(i) for i in index))
-    return plt.load(ref.at[index], mask=jnp.broadcast_to(mask, shape), other=0)
-
-
 def gather(pool_ref: Any, slot: Array, head: Array, columns: Columns) -> Array:
     """The [keys, lanes] rows of one head of the pool.
 
@@ -186,11 +160,6 @@ def gather(pool_ref: Any, slot: Array, head: Array, columns: Columns) -> Array:
     keeps whatever the trash slot holds out of the products.
     """
     return load(pool_ref, slot[:, None], head, columns.at, mask=columns.live)
-
-
-def store(ref: Any, *index: Any, value: Array, mask: Array) -> None:
-    value = value.astype(ref.dtype)
-    plt.store(ref.at[index], value, mask=jnp.broadcast_to(mask, value.shape))
 
 
 def launch(

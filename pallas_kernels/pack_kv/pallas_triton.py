@@ -18,6 +18,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from pallas_kernels.columns import Columns, load, store
 from pallas_kernels.pack_kv.reference import Pools
 
 _BLOCK_BYTES = 16 << 10  # of a program, at most
@@ -61,35 +62,15 @@ def _choose(number: Array, branches: Sequence[Callable[[], Any]]) -> Any:
     )
 
 
-class _Columns(NamedTuple):
-    """The padded columns of a block of rows [tokens, row]."""
-
-    at: Array
-    live: Array | None
-    """Mask of the block; None if all columns exist."""
-
-    @classmethod
-    def of(cls, tokens: int, row: int) -> "_Columns":
-        n = pl.next_power_of_2(row)
-        at = lax.broadcasted_iota(jnp.int32, (1, n), 1)
-        return cls(at, None if n == row else jnp.broadcast_to(at < row, (tokens, n)))
-
-    def load(self, ref: Any, *index: Any) -> Array:
-        other = None if self.live is None else 0
-        return plt.load(ref.at[(*index, self.at)], mask=self.live, other=other)
-
-    def store(self, ref: Any, *index: Any, values: Array) -> None:
-        plt.store(ref.at[(*index, self.at)], values, mask=self.live)
-
-
 def _pack_kernel(slots_ref, *refs, n_pools: int, first: int, tokens: int):
     pool_refs, packed_ref = refs[:n_pools], refs[-1]
     pool = pl.program_id(1)
     token = pl.program_id(0) * tokens + lax.broadcasted_iota(jnp.int32, (tokens, 1), 0)
-    columns = _Columns.of(tokens, packed_ref.shape[2])
+    columns = Columns.of(packed_ref.shape[2])
     slot = plt.load(slots_ref.at[token])
-    values = _choose(pool, [functools.partial(columns.load, ref, slot) for ref in pool_refs])
-    columns.store(packed_ref, first + pool, token, values=values)
+    read = functools.partial(load, mask=columns.live)
+    values = _choose(pool, [functools.partial(read, ref, slot, columns.at) for ref in pool_refs])
+    store(packed_ref, first + pool, token, columns.at, value=values, mask=columns.live)
 
 
 def _unpack_kernel(slots_ref, *refs, n_packed: int, n_pools: int, first: int, tokens: int):
@@ -99,11 +80,13 @@ def _unpack_kernel(slots_ref, *refs, n_packed: int, n_pools: int, first: int, to
     number = block // (chunk // tokens)  # of the chunk
     place = block * tokens + lax.broadcasted_iota(jnp.int32, (tokens, 1), 0)
     token = place - number * chunk
-    columns = _Columns.of(tokens, row)
+    columns = Columns.of(row)
     slot = plt.load(slots_ref.at[place])
-    loads = [functools.partial(columns.load, ref, first + pool, token) for ref in packed_refs]
-    values = _choose(number, loads)
-    _choose(pool, [functools.partial(columns.store, ref, slot, values=values) for ref in pool_refs])
+    read = functools.partial(load, mask=columns.live)
+    at = first + pool, token, columns.at
+    values = _choose(number, [functools.partial(read, ref, *at) for ref in packed_refs])
+    write = functools.partial(store, value=values, mask=columns.live)
+    _choose(pool, [functools.partial(write, ref, slot, columns.at) for ref in pool_refs])
 
 
 def _rows(pools: Pools) -> list[Array]:
