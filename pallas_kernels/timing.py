@@ -52,6 +52,18 @@ def seconds(run: Callable[..., Any], *args: Any, repeats: int) -> float:
     return min(rounds)
 
 
+def seconds_in_place(run: Callable[..., Any], state: Any, *args: Any, repeats: int) -> float:
+    """`seconds` of a `run` that donates its first argument, and whose first result is the next."""
+    held = [state]
+
+    def step():
+        new, result = run(held.pop(), *args)
+        held.append(new)
+        return new, result
+
+    return seconds(step, repeats=repeats)
+
+
 def read_bandwidth(size: int, repeats: int) -> float:
     """Bytes per second of large reductions by rows, which keep every multiprocessor reading."""
     arrays = tuple(jnp.full((size // 2**14, 2**12), i, jnp.float32) for i in range(4))
@@ -99,7 +111,7 @@ def _(case: Attention, implementation: str, n_calls: int, repeats: int) -> float
 def _(case: Append, implementation: str, n_calls: int, repeats: int) -> float:
     """Seconds per call. The pools are donated and passed on from call to call."""
     arrays = case.inputs()
-    pools = [(arrays.pop("k_pool"), arrays.pop("v_pool"))]
+    pools = arrays.pop("k_pool"), arrays.pop("v_pool")
     qkv = arrays.pop("qkv")
     projections = tuple(qkv * (1 + i / 16) for i in range(n_calls))
 
@@ -111,12 +123,7 @@ def _(case: Append, implementation: str, n_calls: int, repeats: int) -> float:
             queries.append(q)
         return pools, queries
 
-    def step():
-        new_pools, queries = run(pools.pop(), projections, arrays)
-        pools.append(new_pools)
-        return new_pools, queries
-
-    return seconds(step, repeats=repeats) / n_calls
+    return seconds_in_place(run, pools, projections, arrays, repeats=repeats) / n_calls
 
 
 @case_time.register
@@ -216,7 +223,7 @@ def _(case: Pack, implementation: str, n_calls: int, repeats: int) -> float:
     Pools that chunks come back to are donated and passed on from call to call.
     """
     arrays = case.inputs()
-    pools, slots = [arrays["pools"]], arrays["slots"]
+    pools, slots = arrays.pop("pools"), arrays["slots"]
     calls = [1 + (slots - 1 + i * len(slots)) % (case.n_slots - 1) for i in range(n_calls)]
     if case.back is None:
 
@@ -224,18 +231,13 @@ def _(case: Pack, implementation: str, n_calls: int, repeats: int) -> float:
         def run(pools, calls):
             return [pack_kv(pools, slots, implementation=implementation) for slots in calls]
 
-        return seconds(run, *pools, calls, repeats=repeats) / n_calls
+        return seconds(run, pools, calls, repeats=repeats) / n_calls
     chunks = [tuple(x * (1 + i / 16) for x in arrays["packed"]) for i in range(n_calls)]
 
     @functools.partial(jax.jit, donate_argnums=0)
     def run_back(pools, chunks, calls):
         for packed, slots in zip(chunks, calls, strict=True):
             pools = unpack_kv(pools, packed, slots, implementation=implementation)
-        return pools
+        return pools, None
 
-    def step():
-        new_pools = run_back(pools.pop(), chunks, calls)
-        pools.append(new_pools)
-        return new_pools
-
-    return seconds(step, repeats=repeats) / n_calls
+    return seconds_in_place(run_back, pools, chunks, calls, repeats=repeats) / n_calls
