@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from sparsespec_jax.config import EngineConfig, SpeculationConfig
 from sparsespec_jax.engine.adaptive import AdaptiveDrafting, Choice
@@ -16,8 +17,18 @@ class Drafting:
     workload: chooses for all rows; None where all is fixed. rows: for single ones, or None.
     """
 
-    def __init__(self, speculation: SpeculationConfig, config: EngineConfig, *, alone: bool):
-        """`alone`: whether no other process must plan the same, without knowing the same times."""
+    def __init__(
+        self,
+        speculation: SpeculationConfig,
+        config: EngineConfig,
+        *,
+        alone: bool,
+        clock: Callable[[], float] = time.perf_counter,
+    ):
+        """`alone`: whether no other process must plan the same, without knowing the same times.
+
+        `clock`: in seconds.
+        """
         self.workload = self.rows = None
         ks, sparsities = speculation.ks, len(speculation.sparsities)
         if len(ks) * sparsities > 1:
@@ -25,6 +36,7 @@ class Drafting:
             self.workload = AdaptiveDrafting(ks, sparsities, sits_out=sits_out)
         if len(ks) > 1 and config.phases == "balanced" and alone:
             self.rows = RowDrafting(speculation, self.workload)
+        self._clock = clock
         self._last_read: tuple[float | None, int] = None, 0
 
     @property
@@ -38,12 +50,15 @@ class Drafting:
 
     def note_step(self, planned: PlannedStep, compiled: int) -> None:
         """A step's result has been read. `compiled`: how many steps ever were."""
-        if self.workload is not None and not planned.bucket.chunks:
-            self.workload.note_step(planned.batch, self._seconds(planned, compiled))
+        if self.workload is None:
+            return
+        seconds = self._seconds(planned, compiled)
+        if not planned.bucket.chunks:
+            self.workload.note_step(planned.batch, seconds)
 
     def _seconds(self, planned: PlannedStep, compiled: int) -> float | None:
         """Since the result before; None if something else than a step as chosen took time, too."""
-        now = time.perf_counter()
+        now = self._clock()
         (since, known), self._last_read = self._last_read, (now, compiled)
         ordinary = not planned.moves and planned.choice == self.choice and compiled == known
         return now - since if ordinary and since is not None else None

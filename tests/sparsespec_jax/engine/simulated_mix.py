@@ -7,12 +7,11 @@ from collections import Counter, defaultdict, deque
 
 import numpy as np
 
-from sparsespec_jax.config import SpeculationConfig
-from sparsespec_jax.engine.adaptive import AdaptiveDrafting
+from sparsespec_jax.config import EngineConfig, SpeculationConfig
 from sparsespec_jax.engine.buckets import Buckets
+from sparsespec_jax.engine.drafting import Drafting
 from sparsespec_jax.engine.planned import PlannedStep
 from sparsespec_jax.engine.request import Request
-from sparsespec_jax.engine.row_drafting import RowDrafting
 from sparsespec_jax.engine.scheduler import Scheduler
 from sparsespec_jax.kv.manager import KvManager
 from sparsespec_jax.kv.space import KvSpace
@@ -43,7 +42,6 @@ class Mix:
     ):
         self.drafted = Counter()  # cycles, by agreement and drafts
         self.gaps: defaultdict[int, list[int]] = defaultdict(list)
-        self.rows: RowDrafting | None = None
         self._shares = shares
         self._speculation = SpeculationConfig(k="auto", min_budget=128 // SCALE)
         self._prompt, self._new_tokens = context // SCALE, new_tokens
@@ -55,12 +53,13 @@ class Mix:
             prefill_rows=1,
             ks=self._speculation.ks,
         )
-        self.adaptive = AdaptiveDrafting(self._speculation.ks)
-        if by_row:
-            self.rows = RowDrafting(self._speculation, self.adaptive)
+        config = EngineConfig(max_batch=max_batch)
+        self.drafting = Drafting(self._speculation, config, alone=True, clock=lambda: self._seconds)
+        if not by_row:
+            self.drafting.rows = None
         space = KvSpace(max_batch * self._buckets.width, 64, 0)
         kv = KvManager(space, "aggressive", self._buckets.k, chunks_per_step=2)
-        self._scheduler = Scheduler(self._buckets, kv, row_drafting=self.rows)
+        self._scheduler = Scheduler(self._buckets, kv, row_drafting=self.drafting.rows)
         self._random = random.Random(seed)
         self._agreements: list[float] = []
         self._last_result: dict[int, int] = {}
@@ -88,7 +87,7 @@ class Mix:
 
     def _step(self) -> None:
         self._steps += 1
-        self._scheduler.choice = self.adaptive.choice
+        self._scheduler.choice = self.drafting.choice
         planned = self._scheduler.plan()
         self._in_flight.append((planned, self._modelled_seconds(planned)))
         if len(self._in_flight) > 1:
@@ -97,7 +96,7 @@ class Mix:
     def _modelled_seconds(self, planned: PlannedStep) -> float:
         """Launches, matmuls over all queries of the bucket, and the positions that are read."""
         bucket = planned.bucket
-        queries = bucket.drafts + bucket.verifies * self._buckets.queries_of(bucket)
+        queries = self._buckets.queries(bucket)
         plan = self._buckets.layout(bucket).unpack(planned.packed)
         lengths = {index: row.kv.length for index, row in self._scheduler._rows.items()}
         drafting = [row for row in plan.drafts[:, 0].tolist() if row < self._buckets.max_batch]
@@ -107,9 +106,7 @@ class Mix:
 
     def _read(self, planned: PlannedStep, seconds: float) -> None:
         self._seconds += seconds
-        if not planned.bucket.chunks:
-            ordinary = planned.choice == self.adaptive.choice
-            self.adaptive.note_step(planned.batch, seconds if ordinary else None)
+        self.drafting.note_step(planned, compiled=0)
         for emitting in planned.emitting:
             row, number = emitting.row, emitting.row.request.request_id
             if self._scheduler._rows.get(row.index) is not row:
@@ -133,9 +130,5 @@ class Mix:
             self.drafted[self._agreements[number], n_drafts] += 1
         if finished:
             self._add()
-        elif n_drafts is None:
-            return
-        elif self.rows is not None:
-            self.rows.note_cycle(row, n_drafts, accepted, 0, apart=emitting.apart)
-        else:
-            self.adaptive.note_cycle(n_drafts, accepted)
+        elif n_drafts is not None:
+            self.drafting.note_cycle(emitting, accepted)
