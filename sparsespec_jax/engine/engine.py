@@ -190,11 +190,12 @@ class Engine:
         atexit.unregister(self.close)
 
     def warmup(self, progress: Callable | None = None) -> None:
-        """Compile the steps of ordinary traffic, before the first request.
+        """Compile the steps of ordinary traffic, before the first request, and run each once.
 
-        `progress` wraps the list, as tqdm does.
+        `progress` wraps the list, as tqdm does. Of several processes none runs anything: the others
+        might not do the same.
         """
-        self._executor.warmup(self._buckets.main(), progress)
+        self._executor.warmup(self._buckets.main(), progress, run=not self._processes.several)
 
     def stats(self) -> EngineStats:
         return EngineStats(

@@ -121,14 +121,18 @@ class Executor:
 
     def dispatch(self, bucket: Bucket, packed: np.ndarray) -> jax.Array:
         """Enqueue a step and return its packed result, whose copy to the host is under way."""
-        step = self.compile(bucket)
+        self.compile(bucket)
         start = time.perf_counter()
-        self._pools, self._state, result = step(
-            self._params, self._pools, self._state, packed, self._peers
-        )
+        result = self._run(bucket, packed)
         result.copy_to_host_async()
         self.stats.dispatch_seconds += time.perf_counter() - start
         self.stats.steps += 1
+        return result
+
+    def _run(self, bucket: Bucket, packed: np.ndarray) -> jax.Array:
+        self._pools, self._state, result = self.compile(bucket)(
+            self._params, self._pools, self._state, packed, self._peers
+        )
         return result
 
     def compile(self, bucket: Bucket) -> jax.stages.Compiled:
@@ -161,8 +165,14 @@ class Executor:
         jitted = self._placement.jit(step, shardings, shardings[1:4], donate_argnums=(1, 2))
         return jitted.trace(*arguments).lower(**kwargs)
 
-    def warmup(self, buckets: list[Bucket], progress: Callable | None = None) -> None:
-        """Compile `buckets` ahead of use, several at a time, and what moves KV."""
+    def warmup(
+        self, buckets: list[Bucket], progress: Callable | None = None, *, run: bool = True
+    ) -> None:
+        """Compile `buckets` ahead of use, several at a time, and what moves KV.
+
+        `run`: each of them once, on padding alone. What a GPU loads and sets up for a step it does
+        when that first runs.
+        """
         if self._host_chunks:
             table = self._state.page_table
             self._pools, table = self._offload.warmup(self._pools, table, self._host_chunks)
@@ -171,6 +181,9 @@ class Executor:
             done = [pool.submit(self.compile, bucket) for bucket in buckets]
             for future in progress(done) if progress else done:
                 future.result()
+        if run:
+            for bucket in buckets:
+                self._run(bucket, self._buckets.layout(bucket).empty()[0]).block_until_ready()
 
 
 def _abstract(array: jax.Array) -> jax.ShapeDtypeStruct:

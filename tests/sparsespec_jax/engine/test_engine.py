@@ -562,12 +562,40 @@ def test_a_step_updates_the_pool_in_place(engine, rows):
     assert memory.alias_size_in_bytes >= 4 * layer_keys
 
 
-def test_warming_up_compiles_what_ordinary_traffic_uses(engine, monkeypatch):
-    compiled, shown = [], []
-    monkeypatch.setattr(engine._executor, "compile", compiled.append)
+def test_warming_up_compiles_what_ordinary_traffic_uses_and_runs_it_once(engine, monkeypatch):
+    compiled, ran, shown = set(), [], []
+
+    def compile_step(bucket):
+        compiled.add(bucket)
+
+        def step(params, pools, state, *_):
+            ran.append(bucket)
+            return pools, state, jnp.zeros(())
+
+        return step
+
+    monkeypatch.setattr(engine._executor, "compile", compile_step)
     engine.warmup(progress=lambda steps: shown.extend(steps) or steps)
-    assert len(compiled) == len(set(compiled)) == len(shown)
-    assert set(BUCKETS.values()) < set(compiled)
+    assert len(compiled) == len(ran) == len(shown)
+    assert set(BUCKETS.values()) < set(ran) == compiled
+
+
+def test_warming_up_leaves_all_but_the_trash_row_and_slot(engine, monkeypatch):
+    executor = engine._executor
+    lone(engine, prompt_of(30), max_tokens=20)
+    executor.transform(lambda pools, state: (jax.tree.map(lambda x: x + 1, pools), state))
+    before = jax.device_get((executor._pools, executor._state))
+    monkeypatch.setattr(engine._buckets, "main", lambda: list(BUCKETS.values()))
+    engine.warmup()
+    pools, state = jax.device_get((executor._pools, executor._state))
+    jax.tree.map(lambda old, new: np.testing.assert_array_equal(old[1:], new[1:]), before[0], pools)
+    rows = CONFIG.max_batch
+    for old, new in zip(*map(jax.tree.leaves, (before[1], state)), strict=True):
+        axis = old.shape.index(rows + 1)
+        np.testing.assert_array_equal(*(leaf.take(range(rows), axis) for leaf in (old, new)))
+    assert state.done[rows]
+    assert state.length[rows] == 1
+    assert not state.page_table[rows].any()
 
 
 def test_a_step_that_does_not_compile_fails_the_warmup(engine, monkeypatch):
