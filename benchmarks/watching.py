@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from typing import NamedTuple
 
 import jax
@@ -104,32 +104,40 @@ class Recorder:
 
 
 class Copies:
-    """How fast chunks of KV are copied to the host and back, many at once, whatever else goes on.
+    """How fast chunks of KV are copied to the host and back, whatever else goes on.
 
-    By the calls of `KvOffload`, whose own copies are too few at a time for a clock of the host.
+    By the calls of `KvOffload`, whose own copies are too few at a time for a clock of the host. A
+    copy to the host waits for the steps that were enqueued before it: the difference between many
+    chunks and a few shows the rate, and what the few took beyond that is the wait.
     """
 
-    _CHUNKS, _TIMES = 16, 5
+    _FEW, _MANY, _TIMES = 16, 48, 5
 
     def __init__(self, engine: Engine, shape: tuple[int, ...], dtype: jnp.dtype):
         """`shape`, `dtype`: of a chunk."""
         offload = engine._executor._offload
-        self._places = offload._on_host, offload._on_device
+        self._places = {"out": offload._on_host, "back": offload._on_device}
         make = jax.jit(lambda: jnp.ones(shape, dtype), out_shardings=offload._on_device)
-        self._chunks = [make() for _ in range(self._CHUNKS)]
+        self._chunks = [make() for _ in range(self._MANY)]
         self.rates()  # allocates the memory there
 
     def rates(self) -> dict[str, float]:
-        """GB/s, medians."""
-        found: dict[str, list[float]] = {"out": [], "back": []}
+        """GB/s, and milliseconds of waiting, each way; of medians."""
+        seconds: dict[tuple[str, int], list[float]] = defaultdict(list)
         for _ in range(self._TIMES):
-            chunks = jax.block_until_ready(self._chunks)
-            for way, place in zip(found, self._places, strict=True):
-                start = time.perf_counter()
-                chunks = jax.block_until_ready(jax.device_put(chunks, place))
-                seconds = time.perf_counter() - start
-                found[way].append(sum(chunk.nbytes for chunk in chunks) / seconds / 1e9)
-        return {way: round(float(np.median(rates)), 1) for way, rates in found.items()}
+            for count in (self._FEW, self._MANY):
+                chunks = jax.block_until_ready(self._chunks[:count])
+                for way, place in self._places.items():
+                    start = time.perf_counter()
+                    chunks = jax.block_until_ready(jax.device_put(chunks, place))
+                    seconds[way, count].append(time.perf_counter() - start)
+        found = {}
+        for way in self._places:
+            few, many = (float(np.median(seconds[way, n])) for n in (self._FEW, self._MANY))
+            rate = (self._MANY - self._FEW) * self._chunks[0].nbytes / (many - few)
+            found[way] = round(rate / 1e9, 1)
+            found[f"{way}_wait_ms"] = round(1e3 * (few - self._FEW * chunks[0].nbytes / rate), 2)
+        return found
 
 
 class Progress:
