@@ -225,11 +225,12 @@ def _(case: Pack, implementation: str, n_calls: int, repeats: int) -> float:
     arrays = case.inputs()
     pools, slots = arrays.pop("pools"), arrays["slots"]
     calls = [1 + (slots - 1 + i * len(slots)) % (case.n_slots - 1) for i in range(n_calls)]
-    if case.back is None:
+    if not case.back:
+        pack = functools.partial(pack_kv, chunks=case.chunks, implementation=implementation)
 
         @jax.jit
         def run(pools, calls):
-            return [pack_kv(pools, slots, implementation=implementation) for slots in calls]
+            return [pack(pools, slots) for slots in calls]
 
         return seconds(run, pools, calls, repeats=repeats) / n_calls
     chunks = [tuple(x * (1 + i / 16) for x in arrays["packed"]) for i in range(n_calls)]

@@ -12,29 +12,36 @@ def pack_kv(
     pools: Pools,
     slots: Array,
     *,
+    chunks: int = 1,
     implementation: Implementation = "auto",
     interpret: bool | None = None,
-) -> Array:
-    """Keys and values of C slots, of all layers, in one array: a chunk.
+) -> tuple[Array, ...]:
+    """Keys and values of slots, of all layers: an array for each chunk of C slots.
 
     Args:
         pools: for each layer keys and values, [slots, Hkv, D] each, all alike: float16, bfloat16 or
             float32.
-        slots: [C] int32, which must lie in the pools; any may appear several times.
+        slots: [chunks * C] int32, those of one chunk after another. All must lie in the pools, and
+            any may appear several times.
 
     Returns:
-        [layers, 2, C, Hkv, D] of the pools' dtype.
+        `chunks` arrays, [layers, 2, C, Hkv, D] each, of the pools' dtype.
     """
     pallas, interpret = resolve(implementation, interpret)
     _check_pools(pools)
     _check_slots(slots)
+    check(
+        chunks > 0 and len(slots) % chunks == 0,
+        f"chunks is {chunks}, but must be one or more, of equal shares of {len(slots)} slots",
+    )
     if slots.size == 0:
-        return jnp.zeros((len(pools), 2, 0, *pools[0][0].shape[1:]), pools[0][0].dtype)
+        nothing = jnp.zeros((len(pools), 2, 0, *pools[0][0].shape[1:]), pools[0][0].dtype)
+        return (nothing,) * chunks
     if not pallas:
-        return reference.pack_kv(pools, slots)
+        return reference.pack_kv(pools, slots, chunks)
     from pallas_kernels.pack_kv import pallas_triton
 
-    return pallas_triton.pack_kv(pools, slots, interpret=interpret)
+    return pallas_triton.pack_kv(pools, slots, chunks=chunks, interpret=interpret)
 
 
 def unpack_kv(

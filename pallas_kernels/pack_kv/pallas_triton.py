@@ -62,24 +62,33 @@ def _choose(number: Array, branches: Sequence[Callable[[], Any]]) -> Any:
     )
 
 
-def _pack_kernel(slots_ref, *refs, n_pools: int, first: int, tokens: int):
-    pool_refs, packed_ref = refs[:n_pools], refs[-1]
+def _place(chunk: int, tokens: int) -> tuple[Array, Array, Array]:
+    """The program's chunk, and its tokens' places in the chunk and among all slots [tokens, 1]."""
+    block = pl.program_id(0)
+    number = block // (chunk // tokens)
+    place = block * tokens + lax.broadcasted_iota(jnp.int32, (tokens, 1), 0)
+    return number, place - number * chunk, place
+
+
+def _pack_kernel(slots_ref, *refs, n_packed: int, n_pools: int, first: int, tokens: int):
+    pool_refs, packed_refs = refs[:n_pools], refs[-n_packed:]
+    _, chunk, row = packed_refs[0].shape
+    number, token, place = _place(chunk, tokens)
     pool = pl.program_id(1)
-    token = pl.program_id(0) * tokens + lax.broadcasted_iota(jnp.int32, (tokens, 1), 0)
-    columns = Columns.of(packed_ref.shape[2])
-    slot = plt.load(slots_ref.at[token])
+    columns = Columns.of(row)
+    slot = plt.load(slots_ref.at[place])
     read = functools.partial(load, mask=columns.live)
     values = _choose(pool, [functools.partial(read, ref, slot, columns.at) for ref in pool_refs])
-    store(packed_ref, first + pool, token, columns.at, value=values, mask=columns.live)
+    at = first + pool, token, columns.at
+    write = functools.partial(store, value=values, mask=columns.live)
+    _choose(number, [functools.partial(write, ref, *at) for ref in packed_refs])
 
 
 def _unpack_kernel(slots_ref, *refs, n_packed: int, n_pools: int, first: int, tokens: int):
     packed_refs, pool_refs = refs[:n_packed], refs[-n_pools:]
     _, chunk, row = packed_refs[0].shape
-    block, pool = pl.program_id(0), pl.program_id(1)
-    number = block // (chunk // tokens)  # of the chunk
-    place = block * tokens + lax.broadcasted_iota(jnp.int32, (tokens, 1), 0)
-    token = place - number * chunk
+    number, token, place = _place(chunk, tokens)
+    pool = pl.program_id(1)
     columns = Columns.of(row)
     slot = plt.load(slots_ref.at[place])
     read = functools.partial(load, mask=columns.live)
@@ -99,24 +108,32 @@ def _launches(pools: list[Array], max_pools: int) -> list[tuple[int, list[Array]
     return [(i, pools[i : i + max_pools]) for i in range(0, len(pools), max_pools)]
 
 
-@functools.partial(jax.jit, static_argnames=("interpret", "max_pools"))
-def pack_kv(pools: Pools, slots: Array, *, interpret: bool, max_pools: int = MAX_POOLS) -> Array:
+@functools.partial(jax.jit, static_argnames=("chunks", "interpret", "max_pools"))
+def pack_kv(
+    pools: Pools, slots: Array, *, chunks: int, interpret: bool, max_pools: int = MAX_POOLS
+) -> tuple[Array, ...]:
     rows = _rows(pools)
-    shape = jax.ShapeDtypeStruct((len(rows), len(slots), rows[0].shape[1]), rows[0].dtype)
+    chunk = len(slots) // chunks
+    shape = jax.ShapeDtypeStruct((len(rows), chunk, rows[0].shape[1]), rows[0].dtype)
     tile = choose_tile(*shape.shape, shape.dtype)
     packed = []  # by the launches before, in place
     for first, group in _launches(rows, max_pools):
-        out = pl.pallas_call(
-            functools.partial(_pack_kernel, n_pools=len(group), first=first, tokens=tile.tokens),
-            out_shape=shape,
+        packed = pl.pallas_call(
+            functools.partial(
+                _pack_kernel,
+                n_packed=chunks,
+                n_pools=len(group),
+                first=first,
+                tokens=tile.tokens,
+            ),
+            out_shape=[shape] * chunks,
             grid=(len(slots) // tile.tokens, len(group)),
-            input_output_aliases={1 + len(group): 0} if packed else {},
+            input_output_aliases={1 + len(group) + i: i for i in range(len(packed))},
             name="pack_kv",
             compiler_params=plt.CompilerParams(num_warps=tile.warps, num_stages=1),
             interpret=interpret,
         )(slots, *group, *packed)
-        packed = [out]
-    return packed[0].reshape(len(pools), 2, len(slots), *pools[0][0].shape[1:])
+    return tuple(x.reshape(len(pools), 2, chunk, *pools[0][0].shape[1:]) for x in packed)
 
 
 @functools.partial(jax.jit, static_argnames=("interpret", "max_pools"))

@@ -6,8 +6,11 @@ from jax import Array
 Pools = tuple[tuple[Array, Array], ...]  # keys and values of each layer
 
 
-def pack_kv(pools: Pools, slots: Array) -> Array:
-    return jnp.stack([jnp.stack([pool[slots] for pool in layer]) for layer in pools])
+def pack_kv(pools: Pools, slots: Array, chunks: int) -> tuple[Array, ...]:
+    return tuple(
+        jnp.stack([jnp.stack([pool[part] for pool in layer]) for layer in pools])
+        for part in jnp.split(slots, chunks)
+    )
 
 
 def unpack_kv(pools: Pools, packed: tuple[Array, ...], slots: Array) -> Pools:

@@ -3,13 +3,16 @@
 A chunk leaves in two steps: a gather packs it into one array on the device, in the order of the
 steps around it, so that its slots are free for the next one; a thread then copies that array
 to pinned host memory while the steps go on. It comes back the same way. Only whole arrays cross:
-nothing indexes host memory inside a compiled function.
+nothing indexes host memory inside a compiled function. The dispatching thread pays for each call,
+whatever it moves: so several chunks share one.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import threading
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import jax
@@ -20,12 +23,12 @@ from pallas_kernels import pack_kv, unpack_kv
 from sparsespec_jax.config import Implementation
 from sparsespec_jax.kv.allocator import TRASH_SLOT
 from sparsespec_jax.kv.pool import Pools
-from sparsespec_jax.kv.space import Evict, Forget, Map, Move, Restore
+from sparsespec_jax.kv.space import Evict, Map, Move, Restore
 from sparsespec_jax.parallel.sharding import Placement
 
 CHUNK_BYTES = 32 * 2**20  # smaller ones copy more slowly, and cost the dispatching thread more
 CHUNKS_PER_STEP = 4  # back to the device: up to 128 MiB, 2.7 ms at 48 GB/s
-_AT_ONCE = (4, 2, 1)  # chunks that one call unpacks: to the host it costs the same, however many
+_AT_ONCE = (4, 2, 1)  # chunks of one call
 _IN_FLIGHT = 8  # chunks packed on the device and not on the host yet
 _COPIES = 4  # at once: each waits until the steps enqueued before it are done
 _RESERVED_BYTES = 8 * 2**30  # of pinned memory, allocated early: that stops the GPU for a while
@@ -54,7 +57,9 @@ class KvOffload:
         self._in_flight = threading.BoundedSemaphore(_IN_FLIGHT)
         pools, replicated = placement.of(None, "kv_heads", None), placement.replicated
         self._pack = placement.jit(
-            functools.partial(pack_kv, implementation=implementation),
+            lambda pools, slots: pack_kv(
+                pools, slots, chunks=len(slots) // chunk, implementation=implementation
+            ),
             (pools, replicated),
             self._on_device,
         )
@@ -69,32 +74,34 @@ class KvOffload:
     def warmup(self, pools: Pools, table: jax.Array, chunks: int) -> tuple[Pools, jax.Array]:
         """Compile what moves, and allocate host memory for up to `chunks`. Donates as `move`."""
         nothing = np.full(self._chunk, TRASH_SLOT, np.int32)
-        packed = self._pack(pools, nothing)
         for count in _AT_ONCE:
-            pools = self._unpack(pools, (packed,) * count, np.tile(nothing, count))
-        table = self._map(table, nothing, np.zeros(2, np.int32))
+            slots = np.tile(nothing, count)
+            packed = self._pack(pools, slots)
+            pools = self._unpack(pools, packed, slots)
+            table = self._map(table, slots, np.zeros((count, 2), np.int32))
         if not self._on_cpu:
+            [packed] = packed
             chunks = min(chunks, _RESERVED_BYTES // packed.nbytes)
             jax.block_until_ready([jax.device_put(packed, self._on_host) for _ in range(chunks)])
         return pools, table
 
     def move(self, moves: list[Move], pools: Pools, table: jax.Array) -> tuple[Pools, jax.Array]:
         """Carries out `moves` in order. Pools and page table [R, N] are donated."""
-        back: list[Restore] = []
-        for move in moves:
-            match move:
-                case Evict(slots, chunk):
-                    pools = self._restore(pools, back)
-                    self._evict(pools, slots, chunk)
-                case Restore(_, slots):
-                    if any(np.isin(slots, other.slots).any() for other in back):
-                        pools = self._restore(pools, back)  # order matters
-                    back.append(move)
-                case Map(row, position, slots):
-                    table = self._map(table, self._padded(slots), np.int32([row, position]))
-                case Forget(chunk):
-                    del self._chunks[chunk]
-        return self._restore(pools, back), table
+        of_table = [move for move in moves if isinstance(move, Map)]
+        of_pools = [move for move in moves if not isinstance(move, Map)]
+        for kind, run in itertools.groupby(of_pools, type):
+            for group in _groups(run):
+                if kind is Evict:
+                    self._evict(pools, group)
+                elif kind is Restore:
+                    pools = self._restore(pools, group)
+                else:
+                    for forgotten in group:
+                        del self._chunks[forgotten.chunk]
+        for group in _groups(of_table):
+            places = np.array([[move.row, move.position] for move in group], np.int32)
+            table = self._map(table, self._slots(group), places)
+        return pools, table
 
     def close(self) -> None:
         """Wait for copies under way, and forget all chunks; new ones may follow."""
@@ -103,38 +110,77 @@ class KvOffload:
         self._threads = None
         self._chunks.clear()
 
-    def _evict(self, pools: Pools, slots: np.ndarray, chunk: int) -> None:
+    def _evict(self, pools: Pools, moves: Sequence[Evict]) -> None:
         if self._threads is None:
             self._threads = ThreadPoolExecutor(_COPIES, thread_name_prefix="kv-offload")
-        self._in_flight.acquire()
-        packed = self._pack(pools, self._padded(slots))
-        self._chunks[chunk] = self._threads.submit(self._to_host, packed)
+        for _ in moves:
+            self._in_flight.acquire()
+        packed = self._pack(pools, self._slots(moves))
+        copies = [Future() for _ in moves]
+        self._chunks |= {move.chunk: copy for move, copy in zip(moves, copies, strict=True)}
+        self._threads.submit(self._to_host, packed, copies)
 
-    def _restore(self, pools: Pools, moves: list[Restore]) -> Pools:
-        """Carries out `moves`, several at once, and empties the list."""
-        while moves:
-            count = next(count for count in _AT_ONCE if count <= len(moves))
-            now, moves[:] = moves[:count], moves[count:]
-            packed = [self._chunks.pop(move.chunk).result() for move in now]
-            packed = tuple(jax.device_put(packed, self._on_device))
-            slots = np.concatenate([self._padded(move.slots) for move in now])
-            pools = self._unpack(pools, packed, slots)
-        return pools
+    def _restore(self, pools: Pools, moves: Sequence[Restore]) -> Pools:
+        packed = tuple(self._chunks.pop(move.chunk).result() for move in moves)
+        packed = jax.device_put(packed, self._on_device)
+        return self._unpack(pools, packed, self._slots(moves))
 
-    def _to_host(self, packed: jax.Array) -> jax.Array:
+    def _to_host(self, packed: Sequence[jax.Array], copies: Sequence[Future[jax.Array]]) -> None:
+        """Each has a future of its own: what has come back leaves host memory, whoever stays."""
         try:
-            return jax.block_until_ready(jax.device_put(packed, self._on_host))
+            on_host = jax.block_until_ready(jax.device_put(packed, self._on_host))
+            for copy, array in zip(copies, on_host, strict=True):
+                copy.set_result(array)
+        except Exception as error:
+            for copy in copies:
+                copy.set_exception(error)
         finally:
-            self._in_flight.release()
+            self._in_flight.release(len(packed))
 
-    def _padded(self, slots: np.ndarray) -> np.ndarray:
-        padded = np.full(self._chunk, TRASH_SLOT, np.int32)
-        padded[: len(slots)] = slots
-        return padded
+    def _slots(self, moves: Sequence[Evict | Restore | Map]) -> np.ndarray:
+        """Of all chunks, each padded with the trash slot."""
+        padded = np.full((len(moves), self._chunk), TRASH_SLOT, np.int32)
+        for row, move in zip(padded, moves, strict=True):
+            row[: len(move.slots)] = move.slots
+        return padded.ravel()
 
 
-def _map(table: jax.Array, slots: jax.Array, row_and_position: jax.Array) -> jax.Array:
-    """Enters `slots`, but for the padding, in a row of the page table."""
-    row, position = row_and_position
-    positions = jnp.where(slots == TRASH_SLOT, table.shape[1], position + jnp.arange(len(slots)))
-    return table.at[row, positions].set(slots, mode="drop")
+def _groups(moves: Iterable[Move]) -> Iterator[list[Move]]:
+    """Moves that may happen at once, as many as one call takes; in order."""
+    group: list[Move] = []
+    for move in moves:
+        if any(_meet(move, other) for other in group):
+            yield from _split(group)
+            group = []
+        group.append(move)
+    yield from _split(group)
+
+
+def _split(moves: list[Move]) -> Iterator[list[Move]]:
+    while moves:
+        count = next(count for count in _AT_ONCE if count <= len(moves))
+        yield moves[:count]
+        moves = moves[count:]
+
+
+def _meet(move: Move, other: Move) -> bool:
+    """Whether the two, of one kind, write to the same place: then their order matters."""
+    match move, other:
+        case Restore(), Restore():
+            return bool(np.isin(move.slots, other.slots).any())
+        case Map(), Map():
+            ends = move.position + len(move.slots), other.position + len(other.slots)
+            starts = move.position, other.position
+            return move.row == other.row and max(starts) < min(ends)
+    return False
+
+
+def _map(table: jax.Array, slots: jax.Array, places: jax.Array) -> jax.Array:
+    """Enters `slots`, but for the padding, in the page table.
+
+    slots: [n * C], those of one chunk after another. places: [n, 2], row and position of each.
+    """
+    slots = slots.reshape(len(places), -1)
+    row, position = places[:, :1], places[:, 1:]
+    position = jnp.where(slots == TRASH_SLOT, table.shape[1], position + jnp.arange(slots.shape[1]))
+    return table.at[row, position].set(slots, mode="drop")

@@ -126,14 +126,16 @@ def test_select_positions(size, dtype):
 @pytest.mark.parametrize(("n_kv_heads", "head_dim"), [(8, 128), (3, 64), (1, 80), (1, 5)])
 def test_pack_kv(n_kv_heads, head_dim, dtype, device_kind):
     """One launch for all layers, each way; what comes back is written in place."""
-    case = Pack(3, 48, 512, n_kv_heads=n_kv_heads, head_dim=head_dim, back=2, dtype=dtype)
+    case = Pack(
+        3, 48, 512, n_kv_heads=n_kv_heads, head_dim=head_dim, chunks=2, back=True, dtype=dtype
+    )
     arrays = jax.eval_shape(case.inputs)
     run = functools.partial(unpack_kv, **as_kernel)
     text = lower_for_cuda(run, **arrays, device_kind=device_kind).as_text()
     assert text.count(TRITON_CALL) == 1
     assert text.count("output_operand_alias<") == 6
     del arrays["packed"]
-    run = functools.partial(pack_kv, **as_kernel)
+    run = functools.partial(pack_kv, chunks=2, **as_kernel)
     text = lower_for_cuda(run, **arrays, device_kind=device_kind).as_text()
     assert text.count(TRITON_CALL) == 1
 

@@ -1,5 +1,6 @@
 """`pack_kv` and `unpack_kv`: every byte in its place, of every layer, and nothing else touched."""
 
+import dataclasses
 import functools
 
 import jax
@@ -28,20 +29,23 @@ def make_inputs(case: Pack, *, padding: float = 0.3) -> tuple:
     def fill(shape):
         return rng.uniform(-2, 2, shape.shape).astype(shape.dtype)
 
-    shapes = jax.eval_shape(case.inputs)
+    shapes = jax.eval_shape(dataclasses.replace(case, back=True).inputs)
     pools, packed = jax.tree.map(fill, (shapes["pools"], shapes["packed"]))
-    slots = 1 + rng.permutation(case.n_slots - 1)[: case.back * case.chunk].astype(np.int32)
+    slots = 1 + rng.permutation(case.n_slots - 1)[: case.chunks * case.chunk].astype(np.int32)
     slots[rng.random(len(slots)) < padding] = 0
     return pools, packed, slots
 
 
 @functools.lru_cache
-def jitted(op, implementation):
-    return jax.jit(functools.partial(op, implementation=implementation))
+def jitted(op, implementation, **static):
+    return jax.jit(functools.partial(op, implementation=implementation, **static))
 
 
-def packed_by_numpy(pools, slots):
-    return np.stack([np.stack([pool[slots] for pool in layer]) for layer in pools])
+def assert_packed(packed, pools, slots):
+    for actual, part in zip(packed, np.split(slots, len(packed)), strict=True):
+        expected = np.stack([np.stack([pool[part] for pool in layer]) for layer in pools])
+        assert (actual.dtype, actual.shape) == (expected.dtype, expected.shape)
+        assert np.asarray(actual).tobytes() == expected.tobytes()
 
 
 def unpacked_by_numpy(pools, packed, slots):
@@ -66,9 +70,7 @@ def assert_unpacked(results, expected):
 
 def check_both_ways(case, implementation, *, padding=0.3):
     pools, packed, slots = make_inputs(case, padding=padding)
-    chunk = jitted(pack_kv, implementation)(pools, slots)
-    assert chunk.dtype == case.dtype
-    assert np.asarray(chunk).tobytes() == packed_by_numpy(pools, slots).tobytes()
+    assert_packed(jitted(pack_kv, implementation, chunks=case.chunks)(pools, slots), pools, slots)
     results = jitted(unpack_kv, implementation)(pools, packed, slots)
     assert_unpacked(results, unpacked_by_numpy(pools, packed, slots))
 
@@ -80,7 +82,7 @@ cases = st.builds(
     n_slots=st.just(90),
     n_kv_heads=st.integers(1, 4),
     head_dim=st.sampled_from([1, 20, 64, 80]),
-    back=st.integers(1, 5),
+    chunks=st.integers(1, 5),
     dtype=st.sampled_from(DTYPES),
 )
 
@@ -93,30 +95,29 @@ def test_reference(case, padding):
 
 @settings(deadline=None, max_examples=15)
 @given(case=cases, padding=st.sampled_from([0, 0.3, 1]))
-@example(case=Pack(2, 16, 90, n_kv_heads=8, head_dim=128, back=4), padding=0.3)
-@example(case=Pack(2, 16, 90, n_kv_heads=3, head_dim=64, back=1), padding=0.3)
-@example(case=Pack(1, 8, 90, n_kv_heads=1, head_dim=80, back=2, dtype="float32"), padding=0.3)
+@example(case=Pack(2, 16, 90, n_kv_heads=8, head_dim=128, chunks=4), padding=0.3)
+@example(case=Pack(2, 16, 90, n_kv_heads=3, head_dim=64, chunks=1), padding=0.3)
+@example(case=Pack(1, 8, 90, n_kv_heads=1, head_dim=80, chunks=2, dtype="float32"), padding=0.3)
 def test_kernel(case, padding):
     check_both_ways(case, "pallas", padding=padding)
 
 
 def test_programs_of_several_tokens():
-    case = Pack(9, 64, 200, n_kv_heads=1, head_dim=6, back=2)
+    case = Pack(9, 64, 200, n_kv_heads=1, head_dim=6, chunks=2)
     assert choose_tile(18, 64, 6, jnp.dtype("bfloat16")).tokens == 2
     check_both_ways(case, "pallas")
 
 
 @pytest.mark.parametrize("layers", [1, 2, 3, 7, 36])
 def test_every_pool_is_found_in_the_tree(layers):
-    check_both_ways(Pack(layers, 2, 16, n_kv_heads=1, head_dim=4, back=3), "pallas", padding=0)
+    check_both_ways(Pack(layers, 2, 16, n_kv_heads=1, head_dim=4, chunks=3), "pallas", padding=0)
 
 
 @pytest.mark.parametrize("max_pools", [2, 4, 6, 10])
 def test_pools_that_do_not_fit_one_launch(max_pools):
-    pools, packed, slots = make_inputs(Pack(5, 4, 32, n_kv_heads=2, head_dim=4, back=2))
+    pools, packed, slots = make_inputs(Pack(5, 4, 32, n_kv_heads=2, head_dim=4, chunks=2))
     how = {"interpret": jax.default_backend() == "cpu", "max_pools": max_pools}
-    chunk = pallas_triton.pack_kv(pools, slots, **how)
-    np.testing.assert_array_equal(chunk, packed_by_numpy(pools, slots))
+    assert_packed(pallas_triton.pack_kv(pools, slots, chunks=2, **how), pools, slots)
     results = pallas_triton.unpack_kv(pools, packed, slots, **how)
     assert_unpacked(results, unpacked_by_numpy(pools, packed, slots))
 
@@ -126,23 +127,24 @@ def test_launches_have_room_for_their_pointers():
     pool = jax.ShapeDtypeStruct((16, 1, 8), jnp.bfloat16)
     pools, slots = ((pool, pool),) * 126, jax.ShapeDtypeStruct((8,), jnp.int32)
     kernel = {"implementation": "pallas", "interpret": False}
-    text = lower_for_cuda(functools.partial(pack_kv, **kernel), pools, slots).as_text()
+    pack = functools.partial(pack_kv, chunks=4, **kernel)
+    text = lower_for_cuda(pack, pools, slots).as_text()
     assert text.count(TRITON_CALL) == 2
-    assert text.count("output_operand_alias<") == 1, "the second adds to what the first made"
+    assert text.count("output_operand_alias<") == 4, "the second adds to what the first made"
     packed = (jax.ShapeDtypeStruct((126, 2, 2, 1, 8), jnp.bfloat16),) * 4
     unpack = functools.partial(unpack_kv, **kernel)
     text = lower_for_cuda(unpack, pools, packed, slots).as_text()
     assert text.count(TRITON_CALL) == 2
     assert text.count("output_operand_alias<") == 252
-    assert 8 * (2 * pallas_triton.MAX_POOLS + 1 + len(packed) + 2) <= 4096
+    assert 8 * (2 * pallas_triton.MAX_POOLS + 1 + 2 * len(packed) + 2) <= 4096
 
 
 @both
 def test_what_was_packed_comes_back_to_other_slots(implementation):
-    pools, _, slots = make_inputs(Pack(3, 12, 40, n_kv_heads=3, head_dim=20, back=1), padding=0)
+    pools, _, slots = make_inputs(Pack(3, 12, 40, n_kv_heads=3, head_dim=20, chunks=2), padding=0)
     moved = np.roll(slots, 5)
-    chunk = jitted(pack_kv, implementation)(pools, slots)
-    results = jitted(unpack_kv, implementation)(pools, (chunk,), moved)
+    packed = jitted(pack_kv, implementation, chunks=2)(pools, slots)
+    results = jitted(unpack_kv, implementation)(pools, packed, moved)
     expected = jax.tree.map(np.copy, pools)
     for pool in jax.tree.leaves(expected):
         pool[moved] = pool[slots]
@@ -151,10 +153,8 @@ def test_what_was_packed_comes_back_to_other_slots(implementation):
 
 @both
 def test_no_slots(implementation):
-    pools, packed, slots = make_inputs(Pack(2, 0, 8, n_kv_heads=1, head_dim=4, back=1))
-    chunk = pack_kv(pools, slots, implementation=implementation)
-    assert chunk.shape == packed[0].shape == (2, 2, 0, 1, 4)
-    assert chunk.dtype == jnp.bfloat16
+    pools, packed, slots = make_inputs(Pack(2, 0, 8, n_kv_heads=1, head_dim=4, chunks=3))
+    assert_packed(pack_kv(pools, slots, chunks=3, implementation=implementation), pools, slots)
     results = unpack_kv(pools, packed, slots, implementation=implementation)
     assert_unpacked(results, pools)
 
@@ -173,7 +173,7 @@ def test_tiles_fill_a_gpu_with_wide_accesses():
 
 def temporary_share(implementation) -> float:
     """Temporary memory of a donated `unpack_kv`, as a share of one pool."""
-    case = Pack(3, 8, 1 << 15, n_kv_heads=2, head_dim=64, back=2, dtype="float32")
+    case = Pack(3, 8, 1 << 15, n_kv_heads=2, head_dim=64, chunks=2, back=True, dtype="float32")
     arrays = jax.eval_shape(case.inputs)
     run = functools.partial(unpack_kv, implementation=implementation)
     compiled = jax.jit(run, donate_argnames="pools").lower(**arrays).compile()
@@ -232,15 +232,23 @@ def test_errors_name_the_argument(argument, value, message):
             pack_kv(**inputs)
 
 
+@pytest.mark.parametrize("chunks", [0, -1, 3])
+def test_chunks_share_the_slots_equally(chunks):
+    message = f"chunks is {chunks}, but must be one or more, of equal shares of 8 slots"
+    with pytest.raises(ValueError, match=message):
+        pack_kv((LAYER, LAYER), jnp.zeros(8, int), chunks=chunks)
+
+
 @pytest.mark.gpu
 @gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("n_kv_heads", "head_dim"), [(8, 128), (3, 64), (1, 80), (1, 5), (4, 256), (40, 128)]
 )
-@pytest.mark.parametrize(("chunk", "back"), [(128, 1), (128, 4), (16, 2), (7, 3)])
-def test_compiled_kernel(chunk, back, n_kv_heads, head_dim, dtype):
-    check_both_ways(Pack(9, chunk, 1 << 10, n_kv_heads, head_dim, back, dtype), "pallas")
+@pytest.mark.parametrize(("chunk", "chunks"), [(128, 1), (128, 4), (16, 2), (7, 3)])
+def test_compiled_kernel(chunk, chunks, n_kv_heads, head_dim, dtype):
+    case = Pack(9, chunk, 1 << 10, n_kv_heads, head_dim, chunks, dtype=dtype)
+    check_both_ways(case, "pallas")
 
 
 @pytest.mark.gpu
@@ -248,7 +256,7 @@ def test_compiled_kernel(chunk, back, n_kv_heads, head_dim, dtype):
 @pytest.mark.parametrize("layers", [36, 120, 126])
 def test_compiled_kernel_of_many_layers(layers):
     """As many as fit one launch, and more."""
-    check_both_ways(Pack(layers, 16, 64, n_kv_heads=1, head_dim=128, back=2), "pallas")
+    check_both_ways(Pack(layers, 16, 64, n_kv_heads=1, head_dim=128, chunks=2), "pallas")
 
 
 @pytest.mark.gpu
@@ -261,7 +269,7 @@ def test_pools_beyond_4_gib():
     unpack = jax.jit(functools.partial(unpack_kv, implementation="pallas"), donate_argnums=0)
     pools = tuple(jnp.zeros((wrap + 16, 8, 128), jnp.bfloat16) for _ in range(2))
     pools = unpack((pools,), (rows,), slots)
-    np.testing.assert_array_equal(jitted(pack_kv, "pallas")(pools, slots), rows)
+    np.testing.assert_array_equal(jitted(pack_kv, "pallas")(pools, slots)[0], rows)
     for pool, values in zip(pools[0], rows[0], strict=True):
         np.testing.assert_array_equal(pool[slots], values)
         others = jnp.asarray([0, 2, 7, 15, 16, wrap - 2, wrap + 2, wrap + 14], jnp.int32)
@@ -278,7 +286,7 @@ def test_in_place_on_gpu(implementation):
 @pytest.mark.parametrize("case", H200["pack_kv"].values(), ids=H200["pack_kv"])
 def test_cases_lower(case):
     arrays = jax.eval_shape(case.inputs)
-    op = pack_kv if case.back is None else unpack_kv
+    op = unpack_kv if case.back else functools.partial(pack_kv, chunks=case.chunks)
     run = functools.partial(op, implementation="pallas", interpret=False)
     assert lower_for_cuda(run, **arrays).as_text().count(TRITON_CALL) == 1
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import gc
 import threading
+import weakref
+from collections import Counter
 
 import jax
 import jax.numpy as jnp
@@ -149,17 +153,16 @@ def test_pools_and_page_table_are_changed_in_place(offload):
     pools = jax.eval_shape(lambda: make_pools(jnp.float32, shape=(1, 1, 1)))
     pools = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(shape, leaf.dtype), pools)
     layer_keys = 4 * np.prod(shape)
-    chunk = jax.ShapeDtypeStruct((CHUNK,), jnp.int32)
     packed = jax.ShapeDtypeStruct((LAYERS, 2, CHUNK, HEADS, HEAD_DIM), jnp.float32)
-    pack = offload._pack.lower(pools, chunk).compile().memory_analysis()
-    assert pack.temp_size_in_bytes + pack.output_size_in_bytes < layer_keys / 2
     chunks = jax.ShapeDtypeStruct((2 * CHUNK,), jnp.int32)
+    pack = offload._pack.lower(pools, chunks).compile().memory_analysis()
+    assert pack.temp_size_in_bytes + pack.output_size_in_bytes < layer_keys / 2
     unpack = offload._unpack.lower(pools, (packed, packed), chunks).compile().memory_analysis()
     assert unpack.temp_size_in_bytes < layer_keys / 2
     assert unpack.alias_size_in_bytes >= 2 * LAYERS * layer_keys
     table = jax.ShapeDtypeStruct((512, 4096), jnp.int32)
-    place = jax.ShapeDtypeStruct((2,), jnp.int32)
-    mapping = offload._map.lower(table, chunk, place).compile().memory_analysis()
+    places = jax.ShapeDtypeStruct((2, 2), jnp.int32)
+    mapping = offload._map.lower(table, chunks, places).compile().memory_analysis()
     assert mapping.temp_size_in_bytes < 512 * 4096
     assert mapping.alias_size_in_bytes >= 4 * 512 * 4096
 
@@ -175,16 +178,37 @@ def test_moving_consumes_the_pools_and_makes_no_copy_of_them(shared):
 
 
 @pytest.mark.parametrize(("chunks", "calls"), [(1, 1), (4, 1), (7, 3), (8, 2)])
-def test_chunks_that_come_back_together_are_unpacked_together(offload, monkeypatch, chunks, calls):
+def test_chunks_that_move_together_share_calls(offload, monkeypatch, chunks, calls):
+    """The plan names each chunk's mapping after it."""
     pools, table = make_pools(jnp.float32), make_table()
-    before, counts, unpack = on_host(pools), [], offload._unpack
-    monkeypatch.setattr(offload, "_unpack", lambda *args: counts.append(1) or unpack(*args))
+    before, counts = on_host(pools), Counter()
+    for name in ("_pack", "_unpack", "_map"):
+        call = getattr(offload, name)
+        counted = functools.partial(lambda n, f, *args: counts.update([n]) or f(*args), name, call)
+        monkeypatch.setattr(offload, name, counted)
     away = [Evict(slots(1 + number), number) for number in range(chunks)]
-    back = [Restore(number, slots(20 + number)) for number in range(chunks)]
+    back = [
+        move
+        for number in range(chunks)
+        for move in (Restore(number, slots(20 + number)), Map(1, number, slots(20 + number)))
+    ]
     pools, table = offload.move([*away, *back], pools, table)
-    assert len(counts) == calls
+    assert counts == {"_pack": calls, "_unpack": calls, "_map": calls}
     for after, old in zip(on_host(pools), before, strict=True):
         np.testing.assert_array_equal(after[20 : 20 + chunks], old[1 : 1 + chunks])
+    np.testing.assert_array_equal(table[1, :chunks], range(20, 20 + chunks))
+
+
+@pytest.mark.parametrize("gone", [Restore(1, slots(20)), Forget(1)], ids=["back", "forgotten"])
+def test_what_left_together_does_not_stay_in_host_memory_together(offload, gone):
+    pools, table = make_pools(jnp.float32), make_table()
+    away = [Evict(slots(1 + number), number) for number in range(4)]
+    pools, table = offload.move(away, pools, table)
+    on_host = {number: weakref.ref(copy.result()) for number, copy in offload._chunks.items()}
+    pools, table = offload.move([gone], pools, table)
+    jax.block_until_ready(pools)
+    gc.collect()
+    assert [number for number, chunk in on_host.items() if chunk() is not None] == [0, 2, 3]
 
 
 def test_a_chunk_that_came_back_can_leave_again_at_once(offload):
@@ -213,15 +237,15 @@ def test_a_warm_up_leaves_all_but_the_trash_slot_and_compiles_what_moves(offload
 def lowered(offload: KvOffload) -> dict[str, str]:
     """Each function's program for an NVIDIA GPU, at the sizes of a real model."""
     pool = jax.ShapeDtypeStruct((200_000, 8, 128), jnp.bfloat16)
-    chunk = jax.ShapeDtypeStruct((256,), jnp.int32)
+    slots = jax.ShapeDtypeStruct((2 * 256,), jnp.int32)
     packed = jax.ShapeDtypeStruct((LAYERS, 2, 256, 8, 128), jnp.bfloat16)
     table = jax.ShapeDtypeStruct((129, 8320), jnp.int32)
-    place = jax.ShapeDtypeStruct((2,), jnp.int32)
+    places = jax.ShapeDtypeStruct((2, 2), jnp.int32)
     pools = ((pool, pool),) * LAYERS
     calls = {
-        "pack": (offload._pack, (pools, chunk)),
-        "unpack": (offload._unpack, (pools, (packed,), chunk)),
-        "map": (offload._map, (table, chunk, place)),
+        "pack": (offload._pack, (pools, slots)),
+        "unpack": (offload._unpack, (pools, (packed, packed), slots)),
+        "map": (offload._map, (table, slots, places)),
     }
     return {
         name: lower_for_cuda(function, *arguments).as_text()
