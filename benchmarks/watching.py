@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from typing import NamedTuple
 
 import jax
@@ -19,9 +20,13 @@ SETTLED = 64  # steps without a prompt until a window opens
 
 
 class Step(NamedTuple):
-    """What is known of a step when it is planned, and host seconds to dispatch it."""
+    """at: when its result was read. seconds: since the result before, if steps followed each other.
+
+    moving, dispatching: host seconds of that.
+    """
 
     at: float
+    seconds: float
     tokens: int
     evicts: int
     restores: int
@@ -31,23 +36,17 @@ class Step(NamedTuple):
 
 
 class Recorder:
-    """Every step that an engine dispatches; the pool's use a few times a second."""
+    """Every step that an engine runs; the pool's use a few times a second."""
 
     def __init__(self, engine: Engine):
         self.steps: list[Step] = []
         self.pool: list[tuple[float, int, int, int, int]] = []
         self._engine, self._start = engine, time.perf_counter()
-        plan = engine._scheduler.plan
+        self._host_seconds: deque[tuple[float, float]] = deque()  # of the steps in flight
+        self._last = math.nan
         move, dispatch = engine._executor.move, engine._executor.dispatch
+        note, pause = engine._drafting.note_step, engine._drafting.pause
         now = time.perf_counter
-
-        def planned():
-            step, self._step = plan(), None
-            if step is not None:
-                kinds = [type(move) for move in step.moves]
-                counts = kinds.count(Evict), kinds.count(Restore), step.bucket.chunks
-                self._step = Step(now(), step.tokens, *counts, 0, 0)
-            return step
 
         def moved(moves):
             start = now()
@@ -57,11 +56,24 @@ class Recorder:
         def dispatched(*args):
             start = now()
             result = dispatch(*args)
-            self.steps.append(self._step._replace(moving=self._moving, dispatching=now() - start))
+            self._host_seconds.append((self._moving, now() - start))
             return result
 
-        engine._scheduler.plan = planned
+        def noted(planned, compiled):  # right after the result has been read
+            at = now()
+            kinds = [type(move) for move in planned.moves]
+            counts = kinds.count(Evict), kinds.count(Restore), planned.bucket.chunks
+            host = self._host_seconds.popleft()
+            self.steps.append(Step(at, at - self._last, planned.tokens, *counts, *host))
+            self._last = at
+            note(planned, compiled)
+
+        def paused():
+            self._last = math.nan
+            pause()
+
         engine._executor.move, engine._executor.dispatch = moved, dispatched
+        engine._drafting.note_step, engine._drafting.pause = noted, paused
 
     def watch(self, done: threading.Event) -> None:
         while not done.wait(0.25):
@@ -76,29 +88,32 @@ class Recorder:
 
     def summary(self, start: float, end: float) -> dict:
         """Of the steps between two times."""
-        steps = Step(*np.array([s for s in self.steps if start <= s.at < end]).T)
-        seconds = np.diff(steps.at)
-        decoding, moves = steps.chunks[:-1] == 0, (steps.evicts + steps.restores)[:-1] > 0
-        full = steps.tokens[:-1][decoding]
+        lasting = [s for s in self.steps if start <= s.at < end and not math.isnan(s.seconds)]
+        steps = Step(*np.array(lasting).T)
+        decoding, moves = steps.chunks == 0, steps.evicts + steps.restores > 0
+        full = steps.tokens[decoding]
 
-        def ms(values, mask) -> float | None:
-            return round(1e3 * float(np.median(values[mask])), 3) if mask.any() else None
+        def ms(values, mask, of=np.median) -> float | None:
+            return round(1e3 * float(of(values[mask])), 3) if mask.any() else None
 
-        evicts, restores = steps.evicts[:-1] > 0, steps.restores[:-1] > 0
+        seconds, evicts, restores = steps.seconds, steps.evicts > 0, steps.restores > 0
         return {
-            "steps": len(steps.at),
+            "steps": len(lasting),
             "tokens_per_step_mean": round(float(full.mean()), 1),
             "tokens_per_step_std": round(float(full.std()), 1),
             "step_ms_without_moves": ms(seconds, decoding & ~moves),
             "step_ms_with_moves": ms(seconds, decoding & moves),
             "step_ms_with_evicts_only": ms(seconds, decoding & evicts & ~restores),
             "step_ms_with_restores_only": ms(seconds, decoding & restores & ~evicts),
-            "step_ms_mean": round(1e3 * float(seconds[decoding].mean()), 3),
-            "step_ms_mean_without_moves": round(1e3 * float(seconds[decoding & ~moves].mean()), 3),
+            "step_ms_with_prompts": ms(seconds, ~decoding),
+            "step_ms_mean": ms(seconds, decoding, np.mean),
+            "step_ms_mean_without_moves": ms(seconds, decoding & ~moves, np.mean),
+            "step_ms_mean_with_moves": ms(seconds, decoding & moves, np.mean),
             "step_ms_p99": round(1e3 * float(np.percentile(seconds[decoding], 99)), 3),
-            "moving_ms": ms(steps.moving[:-1], decoding & moves),
-            "dispatch_ms": ms(steps.dispatching, steps.chunks == 0),
-            "steps_with_moves": int(moves.sum()),
+            "moving_ms": ms(steps.moving, decoding & moves),
+            "dispatch_ms": ms(steps.dispatching, decoding),
+            "steps_with_moves": int((decoding & moves).sum()),
+            "steps_with_prompts": int((~decoding).sum()),
             "chunks_out_and_back": [int(steps.evicts.sum()), int(steps.restores.sum())],
         }
 

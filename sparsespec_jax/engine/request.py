@@ -43,6 +43,8 @@ class RequestStats:
         if self.drafted_at is None:
             self.drafted_at, self.accepted_at = np.zeros((2, k), np.int64)
         self.cycles += 1
+        if n_drafts == 0:  # every step of plain decoding
+            return
         self.drafted_at[: min(n_drafts, emitted) if last else n_drafts] += 1
         self.accepted_at[:accepted] += 1
         if n_drafts == k and not last:

@@ -181,8 +181,10 @@ class Scheduler:
         plan.sparsity[:] = self.choice.sparsity
         updates = Updates(plan, self._kv)
 
-        mapped = {row for row in drafting + verifying if updates.map(row, self._end(row))}
-        stalled = len(drafting) + len(verifying) - len(mapped)
+        decoding = drafting + verifying
+        mapped = updates.map([(row, self._end(row)) for row in decoding])
+        mapped = set(itertools.compress(decoding, mapped))
+        stalled = len(decoding) - len(mapped)
         drafting = [row for row in drafting if row in mapped]
         self._plan_commits(plan)
         emitting = self._plan_verifies(plan, bucket, [row for row in verifying if row in mapped])
@@ -264,7 +266,7 @@ class Scheduler:
             row.prefilled = row.computed
             while entry < bucket.chunks and row.prefilled < row.kv.target:
                 end = min(row.prefilled + self._buckets.chunk, row.kv.target)
-                if not updates.map(row, end):
+                if not all(updates.map([(row, end)])):
                     return emitting
                 final = end == row.kv.target
                 plan.chunks[entry] = row.index, row.prefilled, end - row.prefilled, final

@@ -156,13 +156,21 @@ class KvManager:
         if not holding.lost:
             self._prefixes.release(holding.prefix)
 
-    def take(self, holding: Holding, count: int) -> np.ndarray:
-        """Slots of the next `count` positions, or of as many as there are slots for."""
-        start = holding.mapped
-        shared = holding.prefix.segment.slots[start : start + max(0, count)]
-        fresh = max(0, min(count - len(shared), self._space.free))
-        holding.mapped += len(shared) + fresh
-        return np.concatenate([shared, self._space.grow(holding.own, fresh)])
+    def take(self, wanted: Sequence[tuple[Holding, int]]) -> list[np.ndarray]:
+        """Slots of the next positions of each, in turn, or of as many as there are slots for."""
+        shared, growing, free = [], [], self._space.free
+        for holding, count in wanted:
+            start = holding.mapped
+            shared.append(holding.prefix.segment.slots[start : start + count])
+            fresh = min(count - len(shared[-1]), free)
+            growing.append((holding.own, fresh))
+            free -= fresh
+            holding.mapped += len(shared[-1]) + fresh
+        own = self._space.grow(growing)
+        return [
+            np.concatenate([front, back]) if len(front) else back
+            for front, back in zip(shared, own, strict=True)
+        ]
 
     def _run(self, holding: Holding) -> None:
         bisect.insort(self._running, holding, key=lambda other: other.order)

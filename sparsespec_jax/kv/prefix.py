@@ -75,7 +75,7 @@ class PrefixCache:
         """The prefix of a prompt of `length` tokens, on the device; new if no other has it."""
         if key not in self._prefixes:
             prefix = Prefix(key, Segment())
-            self._space.grow(prefix.segment, length - 1)
+            self._space.grow([(prefix.segment, length - 1)])
             self._prefixes[key] = prefix
         prefix = self._prefixes[key]
         prefix.users += 1

@@ -8,6 +8,7 @@ as slots are needed, and only what has left must come back.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -126,10 +127,15 @@ class KvSpace:
         moves, self._moves = self._moves, []
         return moves
 
-    def grow(self, segment: Segment, count: int) -> np.ndarray:
-        slots = self.allocator.take(count)
-        segment.append(slots)
-        return slots
+    def grow(self, wanted: Sequence[tuple[Segment, int]]) -> list[np.ndarray]:
+        """So many new slots behind each segment, which must be free together; those slots."""
+        slots = self.allocator.take(sum(count for _, count in wanted))
+        parts, start = [], 0
+        for segment, count in wanted:
+            parts.append(slots[start : start + count])
+            segment.append(parts[-1])
+            start += count
+        return parts
 
     def evict(self, segment: Segment) -> int:
         """Move the first chunk of what is on the device to host memory; how many tokens that is."""

@@ -170,7 +170,7 @@ class Engine:
                 continue
             holding = client.holding
             start, end = holding.mapped, self._end(client)
-            slots = self.kv.take(holding, end - start)
+            [slots] = self.kv.take([(holding, max(0, end - start))])
             assert holding.mapped == start + len(slots)
             shared = len(holding.prefix) if holding.prefix.ready else 0
             entries.append((client, start, slots, shared))

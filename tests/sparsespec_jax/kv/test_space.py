@@ -56,7 +56,7 @@ class Moving(RuleBasedStateMachine):
         """In a step, which comes after all the moves before it."""
         segment, names = self.draw_segment(data)
         count = data.draw(st.integers(0, min(self.space.free, 20)))
-        slots = self.space.grow(segment, count)
+        [slots] = self.space.grow([(segment, count)])
         assert segment.slots[len(segment.slots) - count :].tolist() == slots.tolist()
         new = list(range(self.named, self.named + count))
         self.named += count
@@ -178,10 +178,10 @@ TestMoving.settings = settings(max_examples=100, stateful_step_count=40, deadlin
 def test_slots_that_a_chunk_leaves_are_free_for_one_that_comes_back_behind_it():
     space, pool = KvSpace(5, 4, 10), SimulatedPool(5, 1, 8)
     first, second = Segment(), Segment()
-    pool.write(space.grow(first, 4), [1, 2, 3, 4])
+    pool.write(*space.grow([(first, 4)]), [1, 2, 3, 4])
     space.evict(first)
     pool.move(space.take_moves())
-    pool.write(space.grow(second, 4), [5, 6, 7, 8])
+    pool.write(*space.grow([(second, 4)]), [5, 6, 7, 8])
     space.evict(second)
     space.restore(first)
     moves = space.take_moves()
@@ -195,7 +195,7 @@ def test_slots_that_a_chunk_leaves_are_free_for_one_that_comes_back_behind_it():
 def test_a_segment_leaves_from_its_front_and_comes_back_from_where_it_left_last():
     space = KvSpace(11, 4, 10)
     segment = Segment()
-    slots = space.grow(segment, 10).tolist()
+    slots = space.grow([(segment, 10)])[0].tolist()
     assert [space.evict(segment) for _ in range(3)] == [4, 4, 2]
     moves = space.take_moves()
     assert [move.slots.tolist() for move in moves] == [slots[:4], slots[4:8], slots[8:]]
@@ -206,10 +206,10 @@ def test_a_segment_leaves_from_its_front_and_comes_back_from_where_it_left_last(
 def test_a_mapping_is_noted_in_parts_no_longer_than_a_chunk_that_later_changes_do_not_reach():
     space = KvSpace(21, 4, 10)
     segment = Segment()
-    slots = space.grow(segment, 10).tolist()
+    slots = space.grow([(segment, 10)])[0].tolist()
     space.map(2, 30, segment.slots)
     space.evict(segment)
-    space.grow(segment, 9)
+    space.grow([(segment, 9)])
     *maps, evict = space.take_moves()
     assert all(type(move) is Map and move.row == 2 for move in maps)
     assert [move.position for move in maps] == [30, 34, 38]
@@ -220,7 +220,7 @@ def test_a_mapping_is_noted_in_parts_no_longer_than_a_chunk_that_later_changes_d
 def test_clearing_forgets_the_chunks_and_frees_the_slots():
     space = KvSpace(9, 4, 10)
     segment = Segment()
-    space.grow(segment, 8)
+    space.grow([(segment, 8)])
     space.evict(segment)
     number = segment.chunks[0][0]
     space.clear(segment)
@@ -231,7 +231,7 @@ def test_clearing_forgets_the_chunks_and_frees_the_slots():
 def test_chunk_numbers_are_never_used_again():
     space = KvSpace(9, 4, 10)
     segment = Segment()
-    space.grow(segment, 4)
+    space.grow([(segment, 4)])
     for _ in range(3):
         space.evict(segment)
         space.restore(segment)
