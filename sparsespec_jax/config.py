@@ -75,6 +75,10 @@ class SpeculationConfig:
         share = self.sparsities[sparsity]
         return min(context, max(self.min_budget, math.ceil(share * context)))
 
+    def cycle_reads(self, context: int, k: int, sparsity: int = 0) -> int:
+        """Of `context` cached tokens, by k drafts and the verification after them."""
+        return k * self.budget(context, sparsity) + context
+
 
 @dataclasses.dataclass(frozen=True)
 class EngineConfig:

@@ -6,7 +6,9 @@ of cycles whose i-th draft is accepted. So a step of rows that draft k tokens em
     rows * (1 + a_1 + ... + a_k) / (k + 1)
 
 tokens on average, and what counts is that over its time. The times come from steps that ran, by
-batch size and choice; the shares from all cycles whose drafts read the same share of the KV cache.
+batch size and choice, and are told for what the rows have to read by now: what a position takes is
+learned as contexts grow. The shares come from all cycles whose drafts read the same share of the KV
+cache.
 Each choice is tried for a while, and again now and then, since contexts grow and texts change.
 Speculation that does not pay (short contexts, few rows, bad drafts) ends as k = 0.
 
@@ -16,27 +18,26 @@ best k, then what lies beside the best of them.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
-import statistics
-from collections import deque
-from collections.abc import Iterable
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 from sparsespec_jax.engine.acceptance import Acceptance
+from sparsespec_jax.engine.step_times import ReadingCost, StepTimes
 
-_TRIAL = 24  # steps that a choice is tried for at a time
+_TRIAL = 36  # steps that a choice is tried for at a time
 _SETTLING = 12  # before them: rows finish the cycles they are in
 _HOPELESS = 0.8  # or for a cycle and no longer, if it is then that far from the best
 _GLANCE = 4  # steps that such a cycle has at least
 _PRIOR = 16  # cycles that shares of another sparsity, or of old, count for
 _FEW = 8  # cycles of the batch's rows that must have been seen to say so
-_HICCUP = 4  # times the median: what a step counts for at most
 _RETRY = 4096  # steps until another choice is tried again, the one that has waited longest
 _TRIED = 1 / 16  # at most: trials' share of the steps
 _GAIN = 1.01  # what another choice must promise
 _SURE = 0.02  # relative error of a promise that is good enough to end a trial
+_NOTHING: Mapping = MappingProxyType({})
 
 
 class Choice(NamedTuple):
@@ -44,24 +45,6 @@ class Choice(NamedTuple):
 
     k: int
     sparsity: int = 0
-
-
-@dataclasses.dataclass
-class _Steps:
-    """seconds: of the last ones that ran undisturbed. measured_at: when the last of them did."""
-
-    seconds: deque[float]
-    measured_at: int = -1
-
-    @classmethod
-    def of(cls, k: int, seconds: Iterable[float] = ()) -> _Steps:
-        """Whole cycles of them: those of few rows hold steps of different kinds."""
-        return cls(deque(seconds, maxlen=max(1, _TRIAL // (k + 1)) * (k + 1)))
-
-    @property
-    def mean(self) -> float:
-        limit = _HICCUP * statistics.median(self.seconds)
-        return statistics.fmean(min(seconds, limit) for seconds in self.seconds)
 
 
 class AdaptiveDrafting:
@@ -74,10 +57,13 @@ class AdaptiveDrafting:
         """
         self._ks = tuple(sorted(ks, reverse=True))
         self._sparsities = range(sparsities)
+        self.candidates = [Choice(*pair) for pair in itertools.product(self._ks, self._sparsities)]
         self._sits_out = sits_out
         self.choice = Choice(self._ks[0])
         self._acceptance = [Acceptance(self.choice.k) for _ in self._sparsities]
-        self._by_batch: dict[int, dict[Choice, _Steps]] = {}
+        self._by_batch: dict[int, dict[Choice, StepTimes]] = {}
+        self._reads: Mapping[Choice, float] = _NOTHING
+        self._cost = ReadingCost()
         self._batch: int | None = None
         self._steps = 0
         self._chosen_at = 0
@@ -89,16 +75,22 @@ class AdaptiveDrafting:
         """A row verified `n_drafts` drafts of that sparsity and kept the first `accepted`."""
         self._acceptance[sparsity].note([place < accepted for place in range(n_drafts)])
 
-    def note_step(self, batch: int, seconds: float | None) -> None:
-        """A step of a batch of size `batch` took so long; None if it was no ordinary one."""
+    def note_step(
+        self, batch: int, seconds: float | None, reads: Mapping[Choice, float] = _NOTHING
+    ) -> None:
+        """A step of a batch of size `batch` took so long; None if it was no ordinary one.
+
+        `reads`: by choice, positions that a step of the present rows reads on average.
+        """
         self._steps += 1
+        self._reads = reads
         if batch != self._batch:
             self._begin(batch)
         age = self._steps - self._chosen_at
         if seconds is not None and age > _SETTLING:
-            steps = self._times[self.choice]
-            steps.seconds.append(seconds)
-            steps.measured_at = self._steps
+            read = reads.get(self.choice, 0.0)
+            self._times[self.choice].note(seconds, read, self._steps)
+            self._cost.note((batch, self.choice), read, seconds)
         if self._trying:
             if self._is_tried(age):
                 self._patience = max(_RETRY, age / _TRIED)
@@ -113,16 +105,19 @@ class AdaptiveDrafting:
         return k + 1 + self._sits_out
 
     def seconds(self, choice: Choice) -> float | None:
-        """Of a step of the present batch, if known."""
+        """Of a step of the present rows, if known."""
         steps = self._by_batch.get(self._batch, {}).get(choice)
-        return steps.mean if steps and steps.seconds else None
+        if steps is None or not steps.seconds:
+            return None
+        reads = self._reads.get(choice, 0.0)
+        return steps.mean(reads, self._cost.a_position(reads))
 
     def acceptance(self, sparsity: int) -> Acceptance:
         """Of all rows' drafts of that sparsity."""
         return self._acceptance[sparsity]
 
     @property
-    def _times(self) -> dict[Choice, _Steps]:
+    def _times(self) -> dict[Choice, StepTimes]:
         return self._by_batch[self._batch]
 
     def _begin(self, batch: int) -> None:
@@ -131,10 +126,8 @@ class AdaptiveDrafting:
             nearest = min(self._by_batch, key=lambda other: abs(other - batch), default=None)
             known = self._by_batch.get(nearest, {})
             self._by_batch[batch] = {
-                choice: _Steps.of(choice.k, known[choice].seconds if known else ())
-                for choice in itertools.starmap(
-                    Choice, itertools.product(self._ks, self._sparsities)
-                )
+                choice: StepTimes.of(_window(choice.k), known.get(choice))
+                for choice in self.candidates
             }
         self._batch = batch
         self._choose(self._best(), trying=bool(self._unknown()))
@@ -188,7 +181,7 @@ class AdaptiveDrafting:
         return {
             choice: self._acceptance[choice.sparsity].tokens(choice.k)
             / self.cycle_steps(choice.k)
-            / steps.mean
+            / self.seconds(choice)
             for choice, steps in self._times.items()
             if steps.seconds
         }
@@ -213,4 +206,9 @@ class AdaptiveDrafting:
             self._acceptance[choice.sparsity].expect(now, _PRIOR)
         self.choice, self._trying, self._chosen_at = choice, trying, self._steps
         if trying:
-            self._times[choice].seconds.clear()
+            self._times[choice].clear()
+
+
+def _window(k: int) -> int:
+    """Steps whose times count: whole cycles, as those of few rows hold steps of different kinds."""
+    return max(1, _TRIAL // (k + 1)) * (k + 1)

@@ -36,7 +36,7 @@ class Drafting:
             self.workload = AdaptiveDrafting(ks, sparsities, sits_out=sits_out)
         if len(ks) > 1 and config.phases == "balanced" and alone:
             self.rows = RowDrafting(speculation, self.workload)
-        self._clock = clock
+        self._clock, self._speculation = clock, speculation
         self._last_read: tuple[float | None, int] = None, 0
 
     @property
@@ -54,7 +54,15 @@ class Drafting:
             return
         seconds = self._seconds(planned, compiled)
         if not planned.bucket.chunks:
-            self.workload.note_step(planned.batch, seconds)
+            self.workload.note_step(planned.batch, seconds, self._reads(planned))
+
+    def _reads(self, planned: PlannedStep) -> dict[Choice, float]:
+        """Positions that a step of these rows reads on average, by what they draft."""
+        context = planned.positions // max(1, planned.rows)
+        return {
+            choice: planned.rows * self._speculation.cycle_reads(context, *choice) / (choice.k + 1)
+            for choice in self.workload.candidates
+        }
 
     def _seconds(self, planned: PlannedStep, compiled: int) -> float | None:
         """Since the result before; None if something else than a step as chosen took time, too."""

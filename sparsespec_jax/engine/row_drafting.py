@@ -108,8 +108,8 @@ class RowDrafting:
 
     def _reads(self, k: int, context: int) -> float:
         """Positions a step."""
-        budget = self._speculation.budget(context, self._choice.sparsity)
-        return (k * budget + context) / self._workload.cycle_steps(k)
+        reads = self._speculation.cycle_reads(context, k, self._choice.sparsity)
+        return reads / self._workload.cycle_steps(k)
 
     def _expect_the_usual(self, row: Row, sparsity: int) -> None:
         row.acceptance = Acceptance(self._speculation.ks[0], _MEMORY)

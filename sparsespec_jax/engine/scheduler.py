@@ -182,6 +182,7 @@ class Scheduler:
         updates = Updates(plan, self._kv)
 
         decoding = drafting + verifying
+        positions = sum(row.longest for row in decoding)
         mapped = updates.map([(row, self._end(row)) for row in decoding])
         mapped = set(itertools.compress(decoding, mapped))
         stalled = len(decoding) - len(mapped)
@@ -195,7 +196,17 @@ class Scheduler:
         moves = self._kv.take_moves()
         admitted, self._admitted = self._admitted, []
         return PlannedStep(
-            bucket, packed, moves, emitting, admitted, batch, self.choice, tokens, stalled
+            bucket,
+            packed,
+            moves,
+            emitting,
+            admitted,
+            batch,
+            self.choice,
+            len(decoding),
+            positions,
+            tokens,
+            stalled,
         )
 
     def _verified_at_most(self, drafting: list[Row], verifying: list[Row]) -> int:

@@ -37,7 +37,7 @@ class Updates:
         """In one go, as every row of a step may grow by a position."""
         counts = np.array([len(part) for part in slots])
         firsts = self._used + counts.cumsum() - counts
-        self._used += counts.sum()
+        self._used += int(counts.sum())
         entries = self._entries[firsts[0] : self._used]
         entries[:, 0] = np.repeat([row.index for row in rows], counts)
         entries[:, 1] = np.arange(firsts[0], self._used) + np.repeat(starts - firsts, counts)

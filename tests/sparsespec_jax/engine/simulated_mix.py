@@ -60,7 +60,7 @@ class Mix:
         space = KvSpace(max_batch * self._buckets.width, 64, 0)
         kv = KvManager(space, "aggressive", self._buckets.k, chunks_per_step=2)
         self._scheduler = Scheduler(self._buckets, kv, row_drafting=self.drafting.rows)
-        self._random = random.Random(seed)
+        self._random, self._arriving = random.Random(seed), random.Random(seed)
         self._agreements: list[float] = []
         self._last_result: dict[int, int] = {}
         self._in_flight: deque[tuple[PlannedStep, float]] = deque()
@@ -82,7 +82,7 @@ class Mix:
         words = pack_row(params, number, len(prompt), ())
         end = len(prompt) + self._new_tokens
         agreements, shares = zip(*self._shares.items(), strict=True)
-        self._agreements.append(self._random.choices(agreements, shares)[0])
+        self._agreements.append(self._arriving.choices(agreements, shares)[0])
         self._scheduler.add(Request(number, prompt, params, words, end, lambda event: None))
 
     def _step(self) -> None:

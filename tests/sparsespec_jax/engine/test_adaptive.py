@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -209,6 +210,41 @@ def test_it_notices_that_contexts_have_grown():
     assert run.chosen[Choice(8)] > 4_000, "within a few trials"
 
 
+@pytest.mark.parametrize("lengths", [(500, 8000), (8000, 500)], ids=["longer", "shorter"])
+def test_times_of_long_ago_are_told_for_what_the_rows_read_now(lengths):
+    """Contexts grow, and at the end of a workload few rows are left: that is no news."""
+    adaptive, noise, choices = AdaptiveDrafting(AUTO_KS), random.Random(0), []
+    steps, rows, a_position = 2000, 64, 3.4e-8
+
+    def reads(context: float) -> dict[Choice, float]:
+        return {
+            choice: rows * AUTO.cycle_reads(int(context), *choice) / (choice.k + 1)
+            for choice in adaptive.candidates
+        }
+
+    for context in np.linspace(*lengths, steps):
+        now, choice = reads(context), adaptive.choice
+        choices.append(choice)
+        adaptive.note_cycle(choice.k, choice.k // 2)
+        seconds = (0.005 + a_position * now[choice]) * noise.uniform(0.95, 1.05)
+        adaptive.note_step(rows, seconds, now)
+    assert sum(a != b for a, b in itertools.pairwise(choices)) <= 8
+    for choice, read in now.items():
+        assert adaptive.seconds(choice) == pytest.approx(0.005 + a_position * read, rel=0.1)
+
+
+def test_steps_that_differ_at_random_teach_nothing_about_reading():
+    """While contexts stay as they are, no cost is made up of noise."""
+    adaptive, noise = AdaptiveDrafting((2, 0)), random.Random(0)
+    for _ in range(200):
+        read = 30_000 * noise.uniform(0.99, 1.01)
+        adaptive.note_cycle(2, 2)
+        adaptive.note_step(64, noise.uniform(0.005, 0.007), {Choice(2): read, Choice(0): read})
+    known = adaptive.seconds(adaptive.choice)
+    adaptive.note_step(64, None, {Choice(2): 33_000.0, Choice(0): 33_000.0})
+    assert adaptive.seconds(adaptive.choice) == pytest.approx(known, rel=0.03)
+
+
 @pytest.mark.parametrize("batch", [1, 36])
 @pytest.mark.parametrize(("before", "after"), [(0.97, 0.1), (0.1, 0.97)])
 def test_it_notices_that_the_text_has_changed(batch, before, after):
@@ -278,7 +314,7 @@ class Restless(AdaptiveDrafting):
         super().__init__(ks, sparsities, **options)
         self._random, self._left = random.Random(1), 0
 
-    def note_step(self, batch, seconds):
+    def note_step(self, batch, seconds, reads):
         self._left -= 1
         if self._left < 0:
             self.choice, self._left = self._random.choice(CHOICES), self._random.randrange(1, 25)

@@ -16,7 +16,7 @@ from sparsespec_jax.kv.space import Forget
 
 CHOICE = Choice(8)
 BUCKET = Bucket(56, 8, 0, 4096, False, False, -1)
-ORDINARY = PlannedStep(BUCKET, np.zeros(0), [], [], [], 64, CHOICE, 128, 0)
+ORDINARY = PlannedStep(BUCKET, np.zeros(0), [], [], [], 64, CHOICE, 64, 64_000, 128, 0)
 SECONDS = 0.006
 
 

@@ -1,0 +1,75 @@
+"""How long steps take, as far as it is known from those that ran."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections import deque
+from collections.abc import Hashable
+
+_HICCUP = 4  # times the median: what a step counts for at most
+_DOUBT = 0.3  # of a step's reads: before they have changed by that, little is known of their cost
+
+
+@dataclasses.dataclass
+class StepTimes:
+    """Of the last steps of a kind that ran undisturbed: seconds, and positions read.
+
+    measured_at: which step was the last of them.
+    """
+
+    seconds: deque[float]
+    reads: deque[float]
+    measured_at: int = -1
+
+    @classmethod
+    def of(cls, most: int, other: StepTimes | None = None) -> StepTimes:
+        """Room for `most`, and for a start what another choice of the kind is known to take."""
+        seconds, reads = (other.seconds, other.reads) if other else ((), ())
+        return cls(deque(seconds, maxlen=most), deque(reads, maxlen=most))
+
+    def note(self, seconds: float, reads: float, at: int) -> None:
+        self.seconds.append(seconds)
+        self.reads.append(reads)
+        self.measured_at = at
+
+    def clear(self) -> None:
+        self.seconds.clear()
+        self.reads.clear()
+
+    def mean(self, reads: float, cost: float) -> float:
+        """Seconds of a step that reads so many positions, at the cost of each."""
+        limit = _HICCUP * statistics.median(self.seconds)
+        mean = statistics.fmean(min(seconds, limit) for seconds in self.seconds)
+        before = statistics.fmean(self.reads)
+        if before > 0:  # reading took no longer than all of the step
+            mean += min(cost, mean / before) * (reads - before)
+        return mean
+
+
+class ReadingCost:
+    """Seconds that a step takes longer for each position it reads.
+
+    The slope within steps of a kind, of all kinds together; less as long as contexts have hardly
+    changed.
+    """
+
+    def __init__(self):
+        self._means: dict[Hashable, tuple[int, float, float]] = {}
+        self._products = self._squares = 0.0
+
+    def note(self, kind: Hashable, reads: float, seconds: float) -> None:
+        count, mean_reads, mean_seconds = self._means.get(kind, (0, reads, seconds))
+        seconds = min(seconds, _HICCUP * mean_seconds)
+        count += 1
+        off = reads - mean_reads
+        mean_reads += off / count
+        mean_seconds += (seconds - mean_seconds) / count
+        self._means[kind] = count, mean_reads, mean_seconds
+        self._products += off * (seconds - mean_seconds)
+        self._squares += off * (reads - mean_reads)
+
+    def a_position(self, reads: float) -> float:
+        """Where a step reads about so many."""
+        squares = self._squares + (_DOUBT * reads) ** 2
+        return max(0.0, self._products / squares) if squares else 0.0
