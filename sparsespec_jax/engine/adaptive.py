@@ -12,8 +12,10 @@ cache.
 Each choice is tried for a while, and again now and then, since contexts grow and texts change.
 Speculation that does not pay (short contexts, few rows, bad drafts) ends as k = 0.
 
-The search goes along one axis at a time: all k with the first sparsity, then the others with the
-best k, then what lies beside the best of them.
+The search goes along one axis at a time: the largest and the smallest k with the first sparsity and
+those between them that could be the best, then the other sparsities with the best k, then what lies
+beside the best of them. No k in between makes steps much shorter than both ends do: it has more
+queries than the smallest, and reads more than the largest.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ _PRIOR = 16  # cycles that shares of another sparsity, or of old, count for
 _FEW = 8  # cycles of the batch's rows that must have been seen to say so
 _RETRY = 4096  # steps until another choice is tried again, the one that has waited longest
 _TRIED = 1 / 16  # at most: trials' share of the steps
+_SHORTER = 0.9  # of the shortest steps known: what others may take
 _GAIN = 1.01  # what another choice must promise
 _SURE = 0.02  # relative error of a promise that is good enough to end a trial
 _NOTHING: Mapping = MappingProxyType({})
@@ -150,7 +153,19 @@ class AdaptiveDrafting:
         return ks + [Choice(choice.k, s) for s in self._sparsities if choice.k and s]
 
     def _unknown(self) -> list[Choice]:
-        return [choice for choice in self._beside(self._best()) if not self._times[choice].seconds]
+        """What is worth a trial: those in between only where they could be the best."""
+        beside = self._beside(self._best())
+        unknown = [choice for choice in beside if not self._times[choice].seconds]
+        ends = [choice for choice in unknown if choice.k in (self._ks[0], self._ks[-1])]
+        return ends or [choice for choice in unknown if self._can_win(choice)]
+
+    def _can_win(self, choice: Choice) -> bool:
+        """If its steps were a little shorter than any that are known."""
+        rates = self._rates()
+        shortest = min(self.seconds(known) for known in rates)
+        tokens = self._acceptance[choice.sparsity].tokens(choice.k)
+        most = tokens / self.cycle_steps(choice.k) / (_SHORTER * shortest)
+        return choice.sparsity > 0 or most > max(rates.values())
 
     def _is_tried(self, age: int) -> bool:
         """Whether the trial has shown what it can."""
