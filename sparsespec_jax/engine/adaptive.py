@@ -153,11 +153,11 @@ class AdaptiveDrafting:
         return ks + [Choice(choice.k, s) for s in self._sparsities if choice.k and s]
 
     def _unknown(self) -> list[Choice]:
-        """What is worth a trial: those in between only where they could be the best."""
-        beside = self._beside(self._best())
-        unknown = [choice for choice in beside if not self._times[choice].seconds]
-        ends = [choice for choice in unknown if choice.k in (self._ks[0], self._ks[-1])]
-        return ends or [choice for choice in unknown if self._can_win(choice)]
+        """What is worth a trial; k in between only where it could be the best."""
+        best = self._best()
+        unknown = [choice for choice in self._beside(best) if not self._times[choice].seconds]
+        ends = [c for c in unknown if c.k != best.k and c.k in (self._ks[0], self._ks[-1])]
+        return ends or [c for c in unknown if c.k == best.k or self._can_win(c)]
 
     def _can_win(self, choice: Choice) -> bool:
         """If its steps were a little shorter than any that are known."""
@@ -165,7 +165,7 @@ class AdaptiveDrafting:
         shortest = min(self.seconds(known) for known in rates)
         tokens = self._acceptance[choice.sparsity].tokens(choice.k)
         most = tokens / self.cycle_steps(choice.k) / (_SHORTER * shortest)
-        return choice.sparsity > 0 or most > max(rates.values())
+        return most > max(rates.values())
 
     def _is_tried(self, age: int) -> bool:
         """Whether the trial has shown what it can."""
@@ -213,7 +213,8 @@ class AdaptiveDrafting:
         return self.choice if rates[best] < gain * here else best
 
     def _choose(self, choice: Choice, *, trying: bool) -> None:
-        news = choice.sparsity != self.choice.sparsity or not self.choice.k
+        drafted = self.choice.k or self._trying  # a trial without drafts is short
+        news = choice.sparsity != self.choice.sparsity or not drafted
         self._weighing = trying and news and choice.k > 0
         if self._weighing:
             # What was accepted long ago says less than what is of another sparsity now.

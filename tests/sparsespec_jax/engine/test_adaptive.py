@@ -130,6 +130,7 @@ def test_what_nobody_expects_to_pay_is_tried_in_the_end():
 @examples(6)
 @example(128, 32768, 0.93, 0.08, 0)
 @example(64, 1024, 0.8, 0.0, 0)
+@example(32, 8192, 0.8, 0.03, 1)
 @given(
     st.sampled_from([4, 16, 64, 128]),
     st.sampled_from([512, 2048, 8192, 32768]),
