@@ -121,6 +121,10 @@ def test_it_is_never_slower_than_the_best_fixed_number_by_over_3_percent(agreeme
     assert run.share_of_best > 0.97
 
 
+def test_one_slow_number_in_between_does_no_harm():
+    assert Run().steps(20_000, 0.5, times_by_k(1.0, 3.0, 1.0, 1.0)).share_of_best > 0.97
+
+
 def test_what_nobody_expects_to_pay_is_tried_in_the_end():
     """Two drafts, whose steps are three times as fast as those of none and of many."""
     run = Run().steps(20_000, 0.7, times_by_k(3.6, 3.2, 1.1, 3.5))

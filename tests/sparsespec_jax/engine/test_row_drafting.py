@@ -46,7 +46,7 @@ def test_hopeless_rows_draft_less_and_nobody_starves():
         for agreement in (0.95, 0.1)
     }
     assert few[0.1] > 0.5 * cycles[0.1]
-    assert few[0.95] < 0.25 * cycles[0.95], "all draft few while that is tried"
+    assert few[0.95] < 0.2 * cycles[0.95]
     assert max(max(gaps) for gaps in mix.gaps.values() if gaps) <= 2 * (max(AUTO_KS) + 1)
 
 
