@@ -22,7 +22,7 @@ SETTLED = 64  # steps without a prompt until a window opens
 class Step(NamedTuple):
     """at: when its result was read. seconds: since the result before, if steps followed each other.
 
-    moving, dispatching: host seconds of that.
+    k: drafts of cycles that started then. moving, dispatching: host seconds of that.
     """
 
     at: float
@@ -31,6 +31,7 @@ class Step(NamedTuple):
     evicts: int
     restores: int
     chunks: int
+    k: int
     moving: float
     dispatching: float
 
@@ -62,9 +63,9 @@ class Recorder:
         def noted(planned, compiled):  # right after the result has been read
             at = now()
             kinds = [type(move) for move in planned.moves]
-            counts = kinds.count(Evict), kinds.count(Restore), planned.bucket.chunks
-            host = self._host_seconds.popleft()
-            self.steps.append(Step(at, at - self._last, planned.tokens, *counts, *host))
+            moves, chunks = (kinds.count(Evict), kinds.count(Restore)), planned.bucket.chunks
+            what = planned.tokens, *moves, chunks, planned.choice.k
+            self.steps.append(Step(at, at - self._last, *what, *self._host_seconds.popleft()))
             self._last = at
             note(planned, compiled)
 
@@ -97,6 +98,8 @@ class Recorder:
             return round(1e3 * float(of(values[mask])), 3) if mask.any() else None
 
         seconds, evicts, restores = steps.seconds, steps.evicts > 0, steps.restores > 0
+        by_k = {int(k): decoding & (steps.k == k) for k in np.unique(steps.k)}
+        by_k = {k: [int(mask.sum()), ms(seconds, mask)] for k, mask in by_k.items()}
         return {
             "steps": len(lasting),
             "tokens_per_step_mean": round(float(full.mean()), 1),
@@ -115,6 +118,7 @@ class Recorder:
             "steps_with_moves": int((decoding & moves).sum()),
             "steps_with_prompts": int((~decoding).sum()),
             "chunks_out_and_back": [int(steps.evicts.sum()), int(steps.restores.sum())],
+            "steps_and_ms_by_k": by_k,
         }
 
 
