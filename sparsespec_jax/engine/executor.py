@@ -32,6 +32,7 @@ from sparsespec_jax.parallel.sharding import Placement
 logger = logging.getLogger(__name__)
 
 _MESSAGE_ROWS = 512  # tokens of a step that shards exchange by `all_reduce`'s kernel at most
+_GAP = 8 << 20  # bytes that are left free before the pools
 _COMPILING = 8  # steps at once: tracing takes turns, what follows does not
 
 
@@ -95,9 +96,14 @@ class Executor:
         """Start over with an empty pool and no rows."""
         self._offload.close()
         self._pools = self._state = None  # free the old ones first
+        gap = self._placement.jit(lambda: jnp.zeros(_GAP, bool), (), self._placement.replicated)()
         self._pools = make_pools(self._kv_model, self._slots, self.dtype, self._placement)
         initial = self._placement.jit(self._initial_state, (), self._state_shardings)
         self._state = initial()
+        # The allocator takes the smallest room there is. So the plans and results of steps get the
+        # gap, and temporaries always start behind the pools. Where small arrays lie among them they
+        # move from step to step, and XLA updates each node of a step's command buffer for that.
+        gap.delete()
         self._peers = self._placement.connect(_MESSAGE_ROWS, self._model.hidden_size)
 
     def _initial_state(self) -> DecodeState:
