@@ -31,12 +31,14 @@ from sparsespec_jax.engine.step_times import ReadingCost, StepTimes
 
 _TRIAL = 36  # steps that a choice is tried for at a time
 _SETTLING = 12  # before them: rows finish the cycles they are in
-_HOPELESS = 0.8  # or for a cycle and no longer, if it is then that far from the best
-_GLANCE = 4  # steps that such a cycle has at least
+_NOISE = 0.4  # or for a cycle or more, if it is then that far from the best, over sqrt(steps)
+_GLANCE = 8  # steps that such a cycle has at least
 _PRIOR = 16  # cycles that shares of another sparsity, or of old, count for
 _FEW = 8  # cycles of the batch's rows that must have been seen to say so
-_RETRY = 4096  # steps until another choice is tried again, the one that has waited longest
-_TRIED = 1 / 16  # at most: trials' share of the steps
+_RETRY = 4096  # steps until another choice is tried again at the latest
+_LOST = 0.002  # or once its trial costs no more than that share of the tokens since its last one,
+_DOUBT = 0.05  # if it is that much better than its first trial said, half of that for its second
+_TRIED = 1 / 7  # at most: trials' share of the steps
 _SHORTER = 0.9  # of the shortest steps known: what others may take
 _GAIN = 1.01  # what another choice must promise
 _SURE = 0.02  # relative error of a promise that is good enough to end a trial
@@ -53,10 +55,18 @@ class Choice(NamedTuple):
 class AdaptiveDrafting:
     """`choice` is what cycles that start now should draft. Knows no clock: it is told."""
 
-    def __init__(self, ks: tuple[int, ...], sparsities: int = 1, *, sits_out: int = 0):
+    def __init__(
+        self,
+        ks: tuple[int, ...],
+        sparsities: int = 1,
+        *,
+        sits_out: int = 0,
+        weights: float = math.inf,
+    ):
         """`ks`: candidates; the largest is tried first, so that all shares are known early.
 
-        `sparsities`: how many there are. `sits_out`: steps of a row between two cycles.
+        `sparsities`: how many there are. `sits_out`: steps of a row between two cycles. `weights`:
+        positions whose KV takes as many bytes as the model does.
         """
         self._ks = tuple(sorted(ks, reverse=True))
         self._sparsities = range(sparsities)
@@ -66,13 +76,13 @@ class AdaptiveDrafting:
         self._acceptance = [Acceptance(self.choice.k) for _ in self._sparsities]
         self._by_batch: dict[int, dict[Choice, StepTimes]] = {}
         self._reads: Mapping[Choice, float] = _NOTHING
-        self._cost = ReadingCost()
+        self._cost = ReadingCost(weights)
         self._batch: int | None = None
         self._steps = 0
         self._chosen_at = 0
         self._trying = False
         self._weighing = False  # whether it is not known how it is accepted, either
-        self._patience = _RETRY
+        self._trial = 0  # steps that the last one took
 
     def note_cycle(self, n_drafts: int, accepted: int, sparsity: int = 0) -> None:
         """A row verified `n_drafts` drafts of that sparsity and kept the first `accepted`."""
@@ -96,12 +106,15 @@ class AdaptiveDrafting:
             self._cost.note((batch, self.choice), read, seconds)
         if self._trying:
             if self._is_tried(age):
-                self._patience = max(_RETRY, age / _TRIED)
+                self._times[self.choice].tried(age)
+                self._trial = age
                 self._decide()
-        elif age >= self._patience:
-            self._decide()
-        elif age % _TRIAL == 0 and (best := self._best()) != self.choice:
-            self._choose(best, trying=True)  # this one has become slower; how is that one now?
+        elif age % _TRIAL == 0:
+            best = self._best()
+            if best != self.choice:  # this one has become slower; how is that one now?
+                self._choose(best, trying=True)
+            elif age >= self._trial * (1 / _TRIED - 1):
+                self._try_again(best)
 
     def cycle_steps(self, k: int) -> int:
         """From one cycle of `k` drafts to the next."""
@@ -112,8 +125,7 @@ class AdaptiveDrafting:
         steps = self._by_batch.get(self._batch, {}).get(choice)
         if steps is None or not steps.seconds:
             return None
-        reads = self._reads.get(choice, 0.0)
-        return steps.mean(reads, self._cost.a_position(reads))
+        return steps.mean(self._reads.get(choice, 0.0), self._cost)
 
     def acceptance(self, sparsity: int) -> Acceptance:
         """Of all rows' drafts of that sparsity."""
@@ -136,16 +148,29 @@ class AdaptiveDrafting:
         self._choose(self._best(), trying=bool(self._unknown()))
 
     def _decide(self) -> None:
-        """Try what is not known; else go on with the best; else see how another one does now."""
-        best = self._best()
+        """Try what is not known; else go on with the best."""
         unknown = [choice for choice in self._unknown() if choice != self.choice]
-        others = [choice for choice in self._beside(best) if choice != best]
-        if unknown:
-            self._choose(unknown[0], trying=True)
-        elif self._trying or not others:
-            self._choose(best, trying=False)
-        else:
-            self._choose(min(others, key=lambda c: self._times[c].measured_at), trying=True)
+        self._choose(unknown[0] if unknown else self._best(), trying=bool(unknown))
+
+    def _try_again(self, best: Choice) -> None:
+        """The one that has waited longest, of those that have waited long enough."""
+        rates = self._rates()
+
+        def patience(choice: Choice) -> float:
+            times = self._times[choice]
+            if not times.trials:
+                return _RETRY
+            lost = 1 - rates.get(choice, 0.0) / rates[best] - _DOUBT / times.trials
+            return min(_RETRY, times.trial * lost / _LOST)
+
+        waited = {
+            choice: self._steps - self._times[choice].measured_at
+            for choice in self._beside(best)
+            if choice != best
+        }
+        due = [choice for choice, steps in waited.items() if steps >= patience(choice)]
+        if due:
+            self._choose(max(due, key=waited.get), trying=True)
 
     def _beside(self, choice: Choice) -> list[Choice]:
         """Those that differ in k, then those that differ in sparsity."""
@@ -172,18 +197,18 @@ class AdaptiveDrafting:
         rates = self._rates()
         here = rates.pop(self.choice, None)
         best = max(rates, key=rates.get, default=None)
-        if here is None or best is None:
+        if here is None:
             return age >= _SETTLING + _TRIAL
-        ratio = here / rates[best]
         cycles = self._acceptance[self.choice.sparsity].cycles if self._weighing else _FEW
-        glance = max(_GLANCE, self.choice.k + 1)
-        seen = cycles >= _FEW and len(self._times[self.choice].seconds) >= glance
-        if seen and ratio < _HOPELESS:
-            return True
-        if age < _SETTLING + _TRIAL:
-            return False
+        steps = len(self._times[self.choice].seconds)
+        seen = cycles >= _FEW and steps >= max(_GLANCE, self.choice.k + 1)
+        if best is None:
+            return seen or age >= _SETTLING + _TRIAL
+        off = abs(here / rates[best] - 1)
         error = self._relative_error(self.choice, best) if self._weighing else 0.0
-        return error < max(_SURE, abs(ratio - 1) / 2) or age >= _RETRY
+        if age < _SETTLING + _TRIAL:
+            return seen and off > _NOISE / math.sqrt(steps) + 2 * error
+        return error < max(_SURE, off / 2) or age >= _RETRY
 
     def _relative_error(self, one: Choice, other: Choice) -> float:
         """Of the ratio of their rates, as far as it comes from what is accepted."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 
@@ -23,17 +24,18 @@ class Drafting:
         config: EngineConfig,
         *,
         alone: bool,
+        weights: float = math.inf,
         clock: Callable[[], float] = time.perf_counter,
     ):
         """`alone`: whether no other process must plan the same, without knowing the same times.
 
-        `clock`: in seconds.
+        `weights`: positions whose KV takes as many bytes as the model. `clock`: in seconds.
         """
         self.workload = self.rows = None
         ks, sparsities = speculation.ks, len(speculation.sparsities)
         if len(ks) * sparsities > 1:
             sits_out = int(config.overlap == "delayed")
-            self.workload = AdaptiveDrafting(ks, sparsities, sits_out=sits_out)
+            self.workload = AdaptiveDrafting(ks, sparsities, sits_out=sits_out, weights=weights)
         if len(ks) > 1 and config.phases == "balanced" and alone:
             self.rows = RowDrafting(speculation, self.workload)
         self._clock, self._speculation = clock, speculation

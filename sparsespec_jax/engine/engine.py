@@ -85,7 +85,6 @@ class Engine:
         self.k = speculation.ks[0]
         placement = placement_of(config, placement)
         self._processes = Processes(placement.mesh)
-        self._drafting = Drafting(speculation, config, alone=not self._processes.several)
         device = placement.mesh.local_devices[0]
         kv_model = divisible(model, placement.shards)
         platform = "cpu" if device.platform == "cpu" else "gpu"
@@ -105,6 +104,13 @@ class Engine:
         )
         self._verifier = HostVerifier(self._buckets, speculation.verification)
         dtype = params["embedding"].dtype
+        weights = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+        self._drafting = Drafting(
+            speculation,
+            config,
+            alone=not self._processes.several,
+            weights=weights / model.kv_bytes_per_token(dtype),
+        )
         # Weights first: the pool takes a share of what they leave.
         params = place_params(params, model, placement)
         width, part = self._buckets.width, shard_of(kv_model, placement.shards)

@@ -50,6 +50,8 @@ class RowDrafting:
         The workload is to know how it would be without rows apart: so what one does counts as part
         of a cycle like the others', whose drafts are accepted as the row's were.
         """
+        if not n_drafts and not apart:
+            return
         if row.acceptance is None:
             self._expect_the_usual(row, sparsity)
         row.acceptance.note([place < accepted for place in range(n_drafts)])
@@ -61,16 +63,24 @@ class RowDrafting:
         usual = self._workload.acceptance(sparsity)
         usual.note(row.acceptance.shares(most), min(1.0, steps(n_drafts) / steps(most)))
 
-    def update(self, choice: Choice, rows: Sequence[Row], verifies: int) -> None:
-        """Before each step: what the others draft, the rows that decode, and its verify rows."""
+    def update(self, choice: Choice, rows: Sequence[Row], context: int, verifies: int) -> None:
+        """Before each step: what the others draft, the rows that decode, and its verify rows.
+
+        `context`: tokens of those rows, on average.
+        """
+        self._choice = choice
+        if not choice.k:
+            return
         steps = self._workload.cycle_steps
-        self._choice, self._costs = choice, self._measured_costs([row.longest for row in rows])
+        self._costs = self._measured_costs(len(rows), context)
         needed = sum(1 / steps(row.drafts) for row in rows)
         self._room = (1 - _SPARE) * verifies - needed
 
     def drafts(self, row: Row) -> int:
         """Of the cycle that the row begins now."""
         most, steps = self._choice.k, self._workload.cycle_steps
+        if not most:
+            return 0
         before = min(row.drafts, most) if row.apart else most
         held = 0.0 if row.phase is None else 1 / steps(row.drafts)
         drafts = most
@@ -87,13 +97,12 @@ class RowDrafting:
         self._room -= 1 / steps(drafts) - held
         return drafts
 
-    def _measured_costs(self, contexts: list[int]) -> tuple[float, float] | None:
+    def _measured_costs(self, rows: int, context: int) -> tuple[float, float] | None:
         """Seconds of a step: of a row's place, and of each position that it reads."""
         known = [self._workload.seconds(choice) for choice in (self._choice, Choice(0))]
-        if not self._choice.k or not contexts or None in known:
+        if not rows or None in known:
             return None
-        drafting, plain = (seconds / len(contexts) for seconds in known)
-        context = sum(contexts) // len(contexts)
+        drafting, plain = (seconds / rows for seconds in known)
         reads = self._reads(self._choice.k, context)
         more = self._reads(0, context) - reads  # none where drafts read the whole context
         position = max(0.0, (plain - drafting) / more) if more > 0 else 0.0

@@ -155,25 +155,26 @@ class Scheduler:
         verifying = [row for row in rows if row.phase == self._k]
         if not rows:
             return None
-        ends = [row.longest + self._k for row in drafting + verifying]
-        ends += [row.kv.target for row in prefilling]
+        lengths = [row.longest for row in drafting + verifying]
+        targets = [row.kv.target for row in prefilling]
         bucket = self._buckets.smallest(
             len(drafting),
             len(verifying),
             self._chunks(prefilling),
-            max(ends),
+            max([max(lengths, default=0) + self._k, *targets]),
             self._features,
             k=self._verified_at_most(drafting, verifying),
         )
-        batch = self._buckets.batch(max(1, len(drafting) + len(verifying)))
+        batch = self._buckets.batch(max(1, len(lengths)))
         # Who finds no place drafts or verifies a step later; who drafts less waits for the others.
         verifying.sort(key=lambda row: -(row.drafted + row.waited))
         for row in verifying[bucket.verifies :]:
             row.waited += 1
         if self._row_drafting is not None:
             few = batch <= self.choice.k  # steps of few rows verify now and then only
+            context = sum(lengths) // max(1, len(lengths))
             self._row_drafting.update(
-                self.choice, drafting + verifying, 0 if few else bucket.verifies
+                self.choice, drafting + verifying, context, 0 if few else bucket.verifies
             )
         drafting, verifying = drafting[: bucket.drafts], verifying[: bucket.verifies]
         layout = self._buckets.layout(bucket)
@@ -182,7 +183,6 @@ class Scheduler:
         updates = Updates(plan, self._kv)
 
         decoding = drafting + verifying
-        positions = sum(row.longest for row in decoding)
         mapped = updates.map([(row, self._end(row)) for row in decoding])
         mapped = set(itertools.compress(decoding, mapped))
         stalled = len(decoding) - len(mapped)
@@ -203,8 +203,8 @@ class Scheduler:
             admitted,
             batch,
             self.choice,
-            len(decoding),
-            positions,
+            len(lengths),
+            sum(lengths),
             tokens,
             stalled,
         )

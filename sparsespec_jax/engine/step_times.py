@@ -15,12 +15,14 @@ _DOUBT = 0.3  # of a step's reads: before they have changed by that, little is k
 class StepTimes:
     """Of the last steps of a kind that ran undisturbed: seconds, and positions read.
 
-    measured_at: which step was the last of them.
+    measured_at: which step was the last of them. trial: steps that the last of `trials` took.
     """
 
     seconds: deque[float]
     reads: deque[float]
     measured_at: int = -1
+    trial: int = 0
+    trials: int = 0
 
     @classmethod
     def of(cls, most: int, other: StepTimes | None = None) -> StepTimes:
@@ -33,28 +35,33 @@ class StepTimes:
         self.reads.append(reads)
         self.measured_at = at
 
+    def tried(self, steps: int) -> None:
+        self.trial, self.trials = steps, self.trials + 1
+
     def clear(self) -> None:
         self.seconds.clear()
         self.reads.clear()
 
-    def mean(self, reads: float, cost: float) -> float:
-        """Seconds of a step that reads so many positions, at the cost of each."""
+    def mean(self, reads: float, cost: ReadingCost) -> float:
+        """Seconds of a step that reads so many positions."""
         limit = _HICCUP * statistics.median(self.seconds)
         mean = statistics.fmean(min(seconds, limit) for seconds in self.seconds)
         before = statistics.fmean(self.reads)
         if before > 0:  # reading took no longer than all of the step
-            mean += min(cost, mean / before) * (reads - before)
+            mean += min(cost.a_position(before, mean), mean / before) * (reads - before)
         return mean
 
 
 class ReadingCost:
     """Seconds that a step takes longer for each position it reads.
 
-    The slope within steps of a kind, of all kinds together; less as long as contexts have hardly
-    changed.
+    The slope within steps of a kind, of all kinds together; as long as contexts have hardly
+    changed, what reading takes where all bytes take as long, those of the weights, too.
     """
 
-    def __init__(self):
+    def __init__(self, weights: float):
+        """`weights`: positions whose KV takes as many bytes."""
+        self._weights = weights
         self._means: dict[Hashable, tuple[int, float, float]] = {}
         self._products = self._squares = 0.0
 
@@ -69,7 +76,8 @@ class ReadingCost:
         self._products += off * (seconds - mean_seconds)
         self._squares += off * (reads - mean_reads)
 
-    def a_position(self, reads: float) -> float:
-        """Where a step reads about so many."""
-        squares = self._squares + (_DOUBT * reads) ** 2
-        return max(0.0, self._products / squares) if squares else 0.0
+    def a_position(self, reads: float, seconds: float) -> float:
+        """Where a step reads about so many in so long."""
+        doubt = (_DOUBT * reads) ** 2
+        by_bytes = seconds / (self._weights + reads)
+        return max(0.0, (self._products + doubt * by_bytes) / (self._squares + doubt))

@@ -52,7 +52,7 @@ DISTURBANCES = {
 @pytest.mark.parametrize("disturb", DISTURBANCES.values(), ids=DISTURBANCES)
 def test_what_happens_between_ordinary_steps_is_not_in_their_times(disturb):
     run = Run()
-    for _ in range(10):
+    for _ in range(7):
         run.step(SECONDS)
         run.step(SECONDS)
         disturb(run)

@@ -84,7 +84,7 @@ OTHERS = [new_row() for _ in range(15)]
 def cycle(rows: RowDrafting, row: Row, accepted: int, verifies: int = 16) -> int:
     """What the row drafts after a cycle that kept up to so many; others leave it room."""
     rows.note_cycle(row, row.drafts, min(accepted, row.drafts), 0, apart=row.apart)
-    rows.update(CHOICE, [row, *OTHERS], verifies)
+    rows.update(CHOICE, [row, *OTHERS], OTHERS[0].kv.length, verifies)
     row.drafts = rows.drafts(row)
     row.apart = row.drafts < CHOICE.k
     return row.drafts
@@ -134,10 +134,18 @@ def test_it_comes_back_when_its_drafts_are_right_again(rows):
     assert row.drafts == 8
 
 
+def test_where_nobody_drafts_no_row_does(rows):
+    row = new_row()
+    for _ in range(20):
+        cycle(rows, row, accepted=8)
+    rows.update(Choice(0), [row, *OTHERS], 8000, 16)
+    assert rows.drafts(row) == 0
+
+
 def test_fewer_drafts_of_the_others_are_not_taken_for_a_row_apart(rows, workload):
     row = new_row(drafts=4)
     rows.note_cycle(row, 4, 4, 0, apart=False)
-    rows.update(CHOICE, [row] * 16, 16)
+    rows.update(CHOICE, [row] * 16, row.kv.length, 16)
     assert rows.drafts(row) == 8
 
 

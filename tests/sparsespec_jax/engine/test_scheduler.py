@@ -85,7 +85,7 @@ class AnyDrafts:
     def __init__(self, ks: tuple[int, ...]):
         self._ks, self._random = ks, random.Random(0)
 
-    def update(self, choice: Choice, rows: list[Row], verifies: int) -> None:
+    def update(self, choice: Choice, rows: list[Row], context: int, verifies: int) -> None:
         self._most = choice.k
 
     def drafts(self, row: Row) -> int:
