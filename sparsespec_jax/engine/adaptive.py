@@ -35,9 +35,10 @@ _NOISE = 0.4  # or for a cycle or more, if it is then that far from the best, ov
 _GLANCE = 8  # steps that such a cycle has at least
 _PRIOR = 16  # cycles that shares of another sparsity, or of old, count for
 _FEW = 8  # cycles of the batch's rows that must have been seen to say so
-_RETRY = 4096  # steps until another choice is tried again at the latest
-_LOST = 0.002  # or once its trial costs no more than that share of the tokens since its last one,
-_DOUBT = 0.05  # if it is that much better than its first trial said, half of that for its second
+_RETRY = 4096  # steps until what nobody expects to pay is tried; others again when that costs
+_LOST = 0.001  # no more than this share of the tokens since their last trial,
+_DOUBT = 0.05  # were they so much better than their first one said, half of that than the second
+_LATEST = 20_000  # steps until then
 _TRIED = 1 / 7  # at most: trials' share of the steps
 _SHORTER = 0.9  # of the shortest steps known: what others may take
 _GAIN = 1.01  # what another choice must promise
@@ -154,14 +155,14 @@ class AdaptiveDrafting:
 
     def _try_again(self, best: Choice) -> None:
         """The one that has waited longest, of those that have waited long enough."""
-        rates = self._rates()
+        rates, step = self._rates(), self.seconds(best)
 
         def patience(choice: Choice) -> float:
-            times = self._times[choice]
-            if not times.trials:
+            times, seconds = self._times[choice], self.seconds(choice)
+            if not times.trials or seconds is None:
                 return _RETRY
-            lost = 1 - rates.get(choice, 0.0) / rates[best] - _DOUBT / times.trials
-            return min(_RETRY, times.trial * lost / _LOST)
+            lost = 1 - rates[choice] / rates[best] - _DOUBT / times.trials
+            return min(_LATEST, times.trial * seconds / step * lost / _LOST)
 
         waited = {
             choice: self._steps - self._times[choice].measured_at
@@ -199,15 +200,19 @@ class AdaptiveDrafting:
         best = max(rates, key=rates.get, default=None)
         if here is None:
             return age >= _SETTLING + _TRIAL
-        cycles = self._acceptance[self.choice.sparsity].cycles if self._weighing else _FEW
         steps = len(self._times[self.choice].seconds)
-        seen = cycles >= _FEW and steps >= max(_GLANCE, self.choice.k + 1)
+        seen = steps >= max(_GLANCE, self.choice.k + 1)
+        if self._weighing or best is None:
+            seen &= self.acceptance(self.choice.sparsity).cycles >= _FEW
         if best is None:
             return seen or age >= _SETTLING + _TRIAL
         off = abs(here / rates[best] - 1)
-        error = self._relative_error(self.choice, best) if self._weighing else 0.0
         if age < _SETTLING + _TRIAL:
+            error = self._relative_error(self.choice, best) if self._weighing else 0.0
             return seen and off > _NOISE / math.sqrt(steps) + 2 * error
+        # Of what this trial can learn: what the best has accepted it does not tell.
+        k, sparsity = self.choice
+        error = self.acceptance(sparsity).relative_error(k) if self._weighing else 0.0
         return error < max(_SURE, off / 2) or age >= _RETRY
 
     def _relative_error(self, one: Choice, other: Choice) -> float:
