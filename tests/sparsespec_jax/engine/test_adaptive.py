@@ -134,6 +134,8 @@ def test_what_nobody_expects_to_pay_is_tried_in_the_end():
 @example(128, 32768, 0.93, 0.08, 0)
 @example(64, 1024, 0.8, 0.0, 0)
 @example(32, 8192, 0.8, 0.03, 1)
+@example(4, 32768, 0.95, 0.08, 1)  # few cycles: a trial must not wait for another's shares
+@example(128, 32768, 0.95, 0.0, 0)  # a step without drafts takes five times as long
 @given(
     st.sampled_from([4, 16, 64, 128]),
     st.sampled_from([512, 2048, 8192, 32768]),
