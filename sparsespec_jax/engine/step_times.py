@@ -27,8 +27,9 @@ class StepTimes:
     @classmethod
     def of(cls, most: int, other: StepTimes | None = None) -> StepTimes:
         """Room for `most`, and for a start what another choice of the kind is known to take."""
-        seconds, reads = (other.seconds, other.reads) if other else ((), ())
-        return cls(deque(seconds, maxlen=most), deque(reads, maxlen=most))
+        other = other or cls(deque(), deque())
+        seconds, reads = deque(other.seconds, most), deque(other.reads, most)
+        return dataclasses.replace(other, seconds=seconds, reads=reads)
 
     def note(self, seconds: float, reads: float, at: int) -> None:
         self.seconds.append(seconds)

@@ -341,6 +341,13 @@ def test_another_batch_size_begins_with_what_the_nearest_one_knows():
     assert not run.adaptive._trying
 
 
+def test_another_batch_size_does_not_try_everything_again():
+    run = Run().steps(6_000, 0.95, LONG_CONTEXTS, batch=64)
+    run.chosen.clear()
+    run.steps(1_500, 0.95, LONG_CONTEXTS, batch=48)
+    assert run.chosen[Choice(0)] == 0, "four times as slow at 64 rows, not long ago"
+
+
 def test_steps_that_did_something_else_do_not_count():
     adaptive = AdaptiveDrafting((4, 0))
     for _ in range(5000):
