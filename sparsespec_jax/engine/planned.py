@@ -34,7 +34,8 @@ class PlannedStep:
 
     moves: what must happen to the KV before it, in order.
     batch, choice: decoding rows that its bucket is made for, and what the cycles that start draft.
-    rows, positions: that decode, and how long they are together, at most.
+    rows, positions: that decode, with a place in it or waiting, and how long they are together, at
+      most.
     tokens: the step's tokens that are not padding.
     stalled: rows that had to sit out, for want of slots.
     """
